@@ -1,0 +1,1 @@
+"""DeepSeek Sparse Attention prefill in JAX."""

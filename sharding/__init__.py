@@ -1,0 +1,1 @@
+"""Meshes, token ownership and the sharded paths of DSA prefill, as pure functions on arrays."""
