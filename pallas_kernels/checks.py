@@ -30,9 +30,7 @@ def check_array(op: str, name: str, x, shape: tuple[int | str, ...], dtypes: tup
 def check_same_dtype(op: str, first: str, x: jax.Array, second: str, y: jax.Array) -> None:
     """Raise ValueError unless the two arguments have one dtype."""
     if x.dtype != y.dtype:
-        raise ValueError(
-            f"{op}: {first} and {second} must have one dtype, got {x.dtype.name} and {y.dtype.name}"
-        )
+        raise ValueError(f"{op}: {first} and {second} must have one dtype, got {x.dtype.name} and {y.dtype.name}")
 
 
 def check_positive(op: str, name: str, value) -> None:

@@ -39,9 +39,7 @@ def resolve(op: str, implementation: str | None, candidates: dict[str, tuple[Sup
         return implementation
     reasons = []
     for name, checks in candidates.items():
-        failed = next(
-            (reason for reason in (check() for check in reversed(checks)) if reason is not None), None
-        )
+        failed = next((reason for reason in (check() for check in reversed(checks)) if reason is not None), None)
         if failed is None:
             return name
         reasons.append(f"{name}: {failed}")
@@ -59,8 +57,6 @@ def needs_compute_capability(*majors: int) -> Support:
         found = gpu_compute_capability()
         if found is None:
             return "the default device is no NVIDIA GPU"
-        return (
-            None if found[0] in majors else f"compute capability {found} is not among major versions {majors}"
-        )
+        return None if found[0] in majors else f"compute capability {found} is not among major versions {majors}"
 
     return check

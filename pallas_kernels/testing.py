@@ -25,8 +25,6 @@ def shared_ids(rng: np.random.Generator, rows: int, keys: int, k: int) -> np.nda
         shuffled = rng.permutation(keys)
         own = shuffled[common:]
         for row in range(first, min(first + SHARED_GROUP_ROWS, rows)):
-            ids = np.concatenate(
-                [shuffled[:common], rng.choice(own, k - common, replace=False, shuffle=False)]
-            )
+            ids = np.concatenate([shuffled[:common], rng.choice(own, k - common, replace=False, shuffle=False)])
             out[row] = rng.permutation(ids)
     return out

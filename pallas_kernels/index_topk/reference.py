@@ -24,9 +24,7 @@ def index_topk(
 
     def select(tile):
         q, weights, start, end = tile
-        scores = indexer_reference.lightning_indexer(
-            q, k, weights, start, end, k_scale=k_scale, clean_logits=False
-        )
+        scores = indexer_reference.lightning_indexer(q, k, weights, start, end, k_scale=k_scale, clean_logits=False)
         return topk_reference.topk(scores, top_k, start, end, return_scores=return_scores)
 
     # [Hi, S] products, their relu, and a few [S] rows of scores and keys

@@ -61,6 +61,4 @@ def lightning_indexer(
     """
     check_operands(OP, q, k, weights, key_start, key_end, k_scale)
     dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
-    return reference.lightning_indexer(
-        q, k, weights, key_start, key_end, k_scale=k_scale, clean_logits=clean_logits
-    )
+    return reference.lightning_indexer(q, k, weights, key_start, key_end, k_scale=k_scale, clean_logits=clean_logits)

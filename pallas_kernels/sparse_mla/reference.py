@@ -30,17 +30,13 @@ def sparse_mla(
         gathered = kv[jnp.where(valid, ids, 0)].astype(jnp.float32)  # [t, K, Dk]
         # Rows that do not count may hold NaN, and 0 * NaN is NaN: clear them.
         gathered = jnp.where(valid[:, :, None], gathered, 0.0)
-        logits = jnp.einsum(
-            "thd,tkd->thk", q.astype(jnp.float32), gathered, precision=jax.lax.Precision.HIGHEST
-        )
+        logits = jnp.einsum("thd,tkd->thk", q.astype(jnp.float32), gathered, precision=jax.lax.Precision.HIGHEST)
         logits = jnp.where(valid[:, None, :], logits * softmax_scale, -jnp.inf)
         top = jnp.max(logits, axis=-1, keepdims=True)
         top = jnp.where(top == -jnp.inf, 0.0, top)
         p = jnp.exp(logits - top)
         total = jnp.sum(p, axis=-1)  # [t, H]
-        out = jnp.einsum(
-            "thk,tkd->thd", p, gathered[:, :, :kv_lora_rank], precision=jax.lax.Precision.HIGHEST
-        )
+        out = jnp.einsum("thk,tkd->thd", p, gathered[:, :, :kv_lora_rank], precision=jax.lax.Precision.HIGHEST)
         out = out / jnp.where(total == 0, 1.0, total)[:, :, None]
         lse = jnp.where(total == 0, -jnp.inf, jnp.log(total) + top[:, :, 0])
         return out.astype(out_dtype), lse
