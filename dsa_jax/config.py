@@ -296,7 +296,7 @@ def _check_family(fields: Fields) -> bool:
         raise ConfigError(f"the field model_type is missing; supported: {supported}")
     if model_type in ("glm5_next", "glm5_next_text"):
         raise ConfigError(f"model_type={model_type!r} (GLM-5.3-Flash) is not supported yet; supported: {supported}")
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise ConfigError(f"model_type={model_type!r} is not supported; supported: {supported}")
     architecture, interleave = _FAMILIES[model_type]
     architectures = fields.get("architectures", [architecture])
@@ -336,11 +336,10 @@ def _rope(fields: Fields) -> RopeConfig:
 
 
 def _rope_section(section: Fields, theta: float, fields: Fields) -> RopeConfig:
-    kinds = {section.get(name) for name in ("rope_type", "type") if section.has(name)} or {"default"}
+    kind = section.get("rope_type", section.get("type", "default"))
     label = section.label("rope_type")
-    if len(kinds) > 1:
-        raise ConfigError(f"{label}={section.get('rope_type')!r} contradicts type={section.get('type')!r}")
-    kind = kinds.pop()
+    if section.get("type", kind) != kind:
+        raise ConfigError(f"{label}={kind!r} contradicts type={section.get('type')!r}")
     if kind not in ("default", "yarn"):
         raise ConfigError(f"{label}={kind!r} is not supported; supported: 'default' or 'yarn'")
     unknown = sorted(set(section.names()) - (_YARN_KEYS if kind == "yarn" else _ROPE_KEYS))
