@@ -103,19 +103,9 @@ class Step:
     pieces: tuple[Piece, ...]
 
 
-def bucket(value: int, minimum: int = 8, steps: int = 1) -> int:
-    """Round up to a size that few values share: `steps` sizes between a power of two and the next.
-
-    Args:
-      value: What to round up.
-      minimum: Smallest bucket, a power of two.
-      steps: Sizes for each doubling, a power of two; 1 gives powers of two.
-    """
-    if value <= minimum:
-        return minimum
-    power = 1 << (value - 1).bit_length()
-    unit = max(1, power // (2 * steps))
-    return -(-value // unit) * unit
+def bucket(value: int, minimum: int = 8) -> int:
+    """Round up to a power of two, at least `minimum`, so that few shapes are compiled."""
+    return max(minimum, 1 << max(0, value - 1).bit_length())
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_length: int) -> list[np.ndarray]:
@@ -178,6 +168,15 @@ def _fill_group(
     return runs
 
 
+def _keys(request: Request, count: int, page_size: int) -> int:
+    """Room for a request's keys in a step.
+
+    A decode row takes the room of all its request's pages, so that a growing request keeps one compiled program.
+    """
+    decode = count == 1 and request.cached > 0
+    return len(request.pages) * page_size if decode else request.cached + count
+
+
 def build_step(
     requests: Sequence[Request], *, groups: int, chunk_size: int, page_size: int, logits: str = "last"
 ) -> Step | None:
@@ -210,7 +209,7 @@ def build_step(
     rows = bucket(max(sum(count for _, count in entries) for entries in chosen))
     slots = bucket(max(len(entries) for entries in chosen), minimum=1)
     table = bucket(max(len(requests[i].pages) for entries in chosen for i, _ in entries), minimum=1)
-    keys = max(sum(requests[i].cached + count for i, count in entries) for entries in chosen)
+    keys = max(sum(_keys(requests[i], count, page_size) for i, count in entries) for entries in chosen)
     if keys > INT32_MAX // 2:
         raise ValueError(f"a step over {keys} keys is too large: at most {INT32_MAX // 2}")
 
@@ -239,4 +238,4 @@ def build_step(
     if stacked["slot_mapping"].max() > INT32_MAX:
         raise ValueError(f"slot {stacked['slot_mapping'].max()} does not fit int32: use fewer or smaller pages")
     inputs = StepInputs(**{name: array.astype(np.int32) for name, array in stacked.items()})
-    return Step(inputs, bucket(keys, minimum=64, steps=4), tuple(pieces))
+    return Step(inputs, bucket(keys, minimum=128), tuple(pieces))

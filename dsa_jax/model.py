@@ -65,6 +65,11 @@ class Model(nnx.Module):
             for segment in self.plan
         )
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """dtype of the embeddings and, by default, of the cache."""
+        return jnp.dtype(self.embed_tokens.dtype)
+
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embeddings [T, hidden] of tokens [T] from the vocabulary's shares."""
         table = self.embed_tokens[...]
@@ -74,7 +79,7 @@ class Model(nnx.Module):
         return jax.lax.psum(jnp.where(owned[:, None], rows, jnp.zeros_like(rows)), TP_AXES)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """This rank's share of the logits [M, vocabulary / tp] float32 of x [M, hidden]."""
+        """Local share of the logits [M, vocabulary / tp] float32 of x [M, hidden]."""
         table = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return contract("mi,vi->mv", self.norm(x), table[...], jnp.dtype(jnp.float32))
 

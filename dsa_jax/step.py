@@ -27,7 +27,7 @@ class StepOptions:
     """
 
     key_capacity: int
-    execution: Execution = Execution()
+    execution: Execution
     return_selected: bool = False
 
 

@@ -108,7 +108,7 @@ class DecoderLayer(nnx.Module):
         index_layer: jax.Array,
         execution: Execution,
     ) -> tuple[jax.Array, jax.Array]:
-        """Ids of the selected keys [T, index_topk] int32, relative to `key_start`, and the chunk's index keys [T, D]."""
+        """Selected keys [T, index_topk] int32, relative to `key_start`, and the chunk's own index keys [T, D]."""
         q, own, weights = self.self_attn.indexer(hidden, q_latent, context.cos, context.sin)
         topk_indices = index_topk(
             q,

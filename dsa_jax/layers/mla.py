@@ -60,7 +60,7 @@ class SparseAttention(nnx.Module):
         return jnp.concatenate([absorbed, rotate(q_pe, cos, sin, interleave=True)], axis=-1)
 
     def output(self, attended: jax.Array) -> jax.Array:
-        """This rank's part of the output [T, hidden], to be summed over TP, from [T, h, kv_lora_rank]."""
+        """Partial output of the local heads [T, hidden], to be summed over TP, from [T, h, kv_lora_rank]."""
         _, value_rows = self._up_projections()
         values = contract("thl,hvl->thv", attended, value_rows)
         return self.o_proj(values.reshape(values.shape[0], -1))

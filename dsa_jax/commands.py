@@ -1,0 +1,157 @@
+"""What the commands of the command line do."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsa_jax import checkpoint
+from dsa_jax.api import default_tp, from_pretrained
+from dsa_jax.cache import init_cache
+from dsa_jax.config import ModelConfig
+from dsa_jax.generate import GenerateOptions, generate, stream
+from dsa_jax.model import Model
+from dsa_jax.prefill import Batch, prefill
+from dsa_jax.sampling import SamplingConfig
+from dsa_jax.step import StepRunner
+from dsa_jax.tiny import write_tiny
+from dsa_jax.tokenizer import Tokenizer
+from sharding.mesh import make_mesh
+
+SUPPORTED_FORMATS = {"float32": ("auto", "float32"), "bfloat16": ("auto", "bf16")}
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse what the flags offer and this version cannot do."""
+    for flag, value in (("--kv-format", args.kv_format), ("--index-format", args.index_format)):
+        if value not in SUPPORTED_FORMATS[args.dtype]:
+            supported = " or ".join(SUPPORTED_FORMATS[args.dtype])
+            raise ValueError(f"{flag} {value} is not supported with --dtype {args.dtype}: use {supported}")
+    if args.dcp != 1:
+        raise ValueError(f"--dcp {args.dcp} is not supported yet: use --dcp 1")
+
+
+def _load(args: argparse.Namespace) -> Model:
+    _check_flags(args)
+    config = ModelConfig.from_folder(args.checkpoint, latent_norm_eps=args.latent_norm_eps)
+    tp = default_tp(config, len(jax.devices()) // args.data) if args.tp is None else args.tp
+    mesh = make_mesh(tp=tp, dcp=args.dcp, data=args.data)
+    return from_pretrained(args.checkpoint, mesh, args.dtype, latent_norm_eps=args.latent_norm_eps, progress=True)
+
+
+def _prompts(args: argparse.Namespace) -> tuple[list[list[int]], Tokenizer | None]:
+    """The prompts' ids, and the tokenizer when they were text."""
+    if args.prompt is not None:
+        tokenizer = Tokenizer.from_folder(args.checkpoint)
+        return [tokenizer.encode(args.prompt)], tokenizer
+    text = args.prompt_ids
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text(encoding="utf-8")
+    try:
+        prompts = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--prompt-ids is not JSON: {error}") from None
+    if not isinstance(prompts, list) or not all(isinstance(prompt, list) for prompt in prompts):
+        raise ValueError("--prompt-ids must be a list of prompts, each a list of token ids, such as [[1, 2, 3]]")
+    return prompts, None
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    """`dsa-jax generate`."""
+    options = GenerateOptions(
+        max_new_tokens=args.max_new_tokens,
+        sampling=SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed),
+        ignore_eos=args.ignore_eos,
+        chunk_size=args.chunk_size,
+        page_size=args.page_size,
+    )
+    prompts, tokenizer = _prompts(args)
+    model = _load(args)
+    if tokenizer is not None and not args.json:
+        text = tokenizer.stream()
+        for event in stream(model, prompts, options):
+            print(text.push(event.token), end="", flush=True)
+        print(text.finish())
+        return
+    result = generate(model, prompts, options)
+    if args.json:
+        output = dataclasses.asdict(result)
+        if tokenizer is not None:
+            output["text"] = [tokenizer.decode(tokens) for tokens in result.tokens]
+        print(json.dumps(output))
+        return
+    for tokens in result.tokens:
+        print(json.dumps(tokens))
+    print(
+        f"{sum(map(len, result.tokens))} tokens, first after {result.ttft_s:.3f} s,"
+        f" {result.tokens_per_s:.1f} tokens/s; compiled for {result.compile_s:.1f} s"
+    )
+
+
+def run_prefill(args: argparse.Namespace) -> None:
+    """`dsa-jax prefill`."""
+    if args.out is not None and args.out.suffix != ".npz":
+        raise ValueError(f"--out must name a .npz file, got {args.out}")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {args.out.parent}")
+    prompts, _ = _prompts(args)
+    model = _load(args)
+    config, groups = model.config, args.data
+    batch = Batch.from_prompts(prompts, config, page_size=args.page_size, groups=groups)
+    cache = init_cache(config, batch.pages, args.page_size, model.dtype, model.mesh)
+    runner = StepRunner(model)
+    started = time.perf_counter()
+    result = prefill(
+        runner, batch, cache, chunk_size=args.chunk_size, logits=args.logits, return_selected=args.out is not None
+    )
+    seconds = time.perf_counter() - started - runner.compile_seconds
+    if args.out is not None:
+        arrays = {}
+        if args.logits != "none":
+            arrays |= {f"logits_{i}": logits for i, logits in enumerate(result.logits)}
+        for i, selected in enumerate(result.selected or []):
+            arrays |= {f"selected_{i}_L{layer}": ids for layer, ids in enumerate(selected)}
+        np.savez(args.out, **arrays)
+    tokens = sum(len(request.tokens) for request in batch.requests)
+    report = {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / max(seconds, 1e-9),
+        "compile_s": runner.compile_seconds,
+    }
+    if args.json:
+        print(json.dumps(report))
+        return
+    print(
+        f"{tokens} tokens in {seconds:.3f} s, {report['tokens_per_s']:.1f} tokens/s;"
+        f" compiled for {runner.compile_seconds:.1f} s"
+    )
+
+
+def run_tiny(args: argparse.Namespace) -> None:
+    """`dsa-jax tiny`."""
+    write_tiny(args.directory, args.family, args.seed)
+    print(args.directory)
+
+
+def run_convert(args: argparse.Namespace) -> None:
+    """`dsa-jax convert`."""
+    checkpoint.convert(args.source, args.target, jnp.dtype(args.dtype))
+    print(args.target)
+
+
+def run_inspect(args: argparse.Namespace) -> None:
+    """`dsa-jax inspect`."""
+    config = ModelConfig.from_folder(args.checkpoint)
+    description = checkpoint.describe(args.checkpoint)
+    nonfinite = checkpoint.find_nonfinite(args.checkpoint)
+    report = {"config": dataclasses.asdict(config), "tensors": description, "nonfinite": nonfinite}
+    print(json.dumps(report) if args.json else report)
+    if nonfinite:
+        print(f"{len(nonfinite)} tensors hold NaN or infinity", file=sys.stderr)
