@@ -172,7 +172,7 @@ def _reader(folder: Path, headers: Mapping[str, TensorHeader], max_bytes_in_flig
         context.safetensors.read_chunk_bytes = min(_READ_CHUNK_BYTES, chunk_bytes)
 
         def failed(file: Path, error: Exception) -> CheckpointError:
-            return CheckpointError(f"checkpoint {folder}: reading {file.name} failed: {error}")
+            return CheckpointError(f"checkpoint {folder}: reading {file.name} failed: {' '.join(str(error).split())}")
 
         responses = {}
         with context:

@@ -7,6 +7,7 @@ only a few layers need to be in host memory at a time.
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
 import shutil
@@ -26,6 +27,9 @@ from dsa_jax.safetensors_headers import CheckpointError, raise_problems
 from sharding.mesh import check_mesh
 
 PARAMS_FOLDER = "params"
+# Marks a native checkpoint; an empty folder passes Orbax's own test.
+MARKER_FILE = "native_checkpoint.json"
+_FORMAT = {"format": "dsa_jax", "version": 1}
 DEFAULT_BYTES_IN_FLIGHT = 2 * 1024**3
 
 
@@ -76,8 +80,7 @@ def _filled(sources: Sequence[Source]) -> tuple[int, ...]:
 
 def is_native(folder: Path | str) -> bool:
     """Whether a folder holds a complete native checkpoint."""
-    params = Path(folder) / PARAMS_FOLDER
-    return params.is_dir() and ocp.is_orbax_checkpoint(str(params.absolute()))
+    return (Path(folder) / MARKER_FILE).is_file()
 
 
 def save_native(
@@ -143,7 +146,7 @@ def save_parts(folder: Path, parts: Iterable[dict[str, jax.Array]]) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path | str, extra_files: Iterable[Path | str]) -> Iterator[Path]:
-    """A folder to fill that takes its place, with copies of some files, only when the block ends without an error."""
+    """A folder to fill that takes its place, marked and with copies of files, if the block ends without an error."""
     folder = Path(folder).resolve()
     files = [Path(file) for file in extra_files]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -158,6 +161,7 @@ def new_folder(folder: Path | str, extra_files: Iterable[Path | str]) -> Iterato
         for file in files:
             shutil.copyfile(file, unfinished / file.name)
         yield unfinished
+        (unfinished / MARKER_FILE).write_text(json.dumps(_FORMAT) + "\n")
         os.replace(unfinished, folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -262,12 +266,16 @@ def native_reader(folder: Path | str) -> Reader:
                     return ocp.load(params_folder, wanted)
             except (OSError, ValueError, KeyError) as error:
                 raise CheckpointError(
-                    f"checkpoint {folder}: reading {next(iter(wanted))!r}... failed: {error}"
+                    f"checkpoint {folder}: reading {next(iter(wanted))!r}... failed: {_one_line(error)}"
                 ) from error
 
         return wait
 
     return read
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def read_native_headers(folder: Path | str) -> dict[str, StoredTensor]:
@@ -277,12 +285,15 @@ def read_native_headers(folder: Path | str) -> dict[str, StoredTensor]:
       CheckpointError: The folder is no native checkpoint or is damaged.
     """
     if not is_native(folder):
-        raise CheckpointError(f"checkpoint {folder}: it holds no complete native checkpoint in {PARAMS_FOLDER}/")
+        raise CheckpointError(f"checkpoint {folder}: it is no complete native checkpoint, for it has no {MARKER_FILE}")
     try:
+        found = json.loads((Path(folder) / MARKER_FILE).read_bytes())
+        if found != _FORMAT:
+            raise ValueError(f"{MARKER_FILE} says {found!r:.100}, expected {_FORMAT}")
         metadata = ocp.metadata(str(Path(folder).absolute() / PARAMS_FOLDER)).metadata
         return {name: StoredTensor(tuple(m.shape), np.dtype(m.dtype), (name, 0)) for name, m in metadata.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {folder}: its metadata cannot be read ({error})") from error
+        raise CheckpointError(f"checkpoint {folder}: it cannot be read ({_one_line(error)})") from error
 
 
 def _check(folder: Path, stored: Mapping[str, StoredTensor], pieces: Sequence[Piece]) -> None:

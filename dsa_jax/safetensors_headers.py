@@ -236,13 +236,14 @@ def _is_sizes(value: Any) -> bool:
 
 def _check_coverage(file: Path, tensors: Sequence[TensorHeader], start: int, size: int) -> None:
     """Tensors must fill the file from `start` to its end, each where the one before ends."""
+    lost = [tensor for tensor in tensors if tensor.start + tensor.nbytes > size]
+    if lost:
+        raise CheckpointError(
+            f"{file.name} is truncated: its tensors end at byte {max(t.start + t.nbytes for t in lost)}, the file has "
+            f"{size}; the first one lost is {lost[0].name!r}, {lost[0].dtype} {lost[0].shape}"
+        )
     end, before = start, "the header"
     for tensor in tensors:
-        if tensor.start + tensor.nbytes > size:
-            raise CheckpointError(
-                f"{file.name} is truncated: tensor {tensor.name!r}, {tensor.dtype} {tensor.shape}, ends at byte "
-                f"{tensor.start + tensor.nbytes}, the file has {size}"
-            )
         if tensor.start != end:
             what = "overlaps" if tensor.start < end else f"leaves a gap of {tensor.start - end} bytes after"
             raise CheckpointError(f"tensor {tensor.name!r} in {file.name} {what} {before}")
