@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsa_jax import checkpoint
-from dsa_jax.api import default_tp, from_pretrained
+from dsa_jax.api import convert, default_tp, from_pretrained
 from dsa_jax.cache import init_cache
 from dsa_jax.config import ModelConfig
 from dsa_jax.generate import GenerateOptions, generate, stream
@@ -142,7 +141,7 @@ def run_tiny(args: argparse.Namespace) -> None:
 
 def run_convert(args: argparse.Namespace) -> None:
     """`dsa-jax convert`."""
-    checkpoint.convert(args.source, args.target, jnp.dtype(args.dtype))
+    convert(args.source, args.target, args.dtype, progress=True)
     print(args.target)
 
 
