@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,17 +31,18 @@ class StepInputs:
       logits_rows: Rows whose logits are wanted [M] int32.
     """
 
-    tokens: np.ndarray | jax.Array
-    positions: np.ndarray | jax.Array
-    request_ids: np.ndarray | jax.Array
-    slot_mapping: np.ndarray | jax.Array
-    context_lens: np.ndarray | jax.Array
-    seq_lens: np.ndarray | jax.Array
-    block_table: np.ndarray | jax.Array
-    logits_rows: np.ndarray | jax.Array
+    tokens: jax.Array
+    positions: jax.Array
+    request_ids: jax.Array
+    slot_mapping: jax.Array
+    context_lens: jax.Array
+    seq_lens: jax.Array
+    block_table: jax.Array
+    logits_rows: jax.Array
 
 
-STEP_SPEC = StepInputs(**{field.name: PartitionSpec(DATA) for field in dataclasses.fields(StepInputs)})
+_FIELDS = [field.name for field in dataclasses.fields(StepInputs)]
+STEP_SPEC = StepInputs(**dict[str, Any].fromkeys(_FIELDS, PartitionSpec(DATA)))
 
 
 @dataclasses.dataclass
@@ -93,7 +95,7 @@ class Step:
     """A step ready to run.
 
     Attributes:
-      inputs: Its arrays, in numpy.
+      inputs: Its arrays, numpy int32 on the host.
       key_capacity: N, how many keys the buffers of one data group hold.
       pieces: Which rows belong to which request.
     """
@@ -237,5 +239,6 @@ def build_step(
     stacked = {name: np.concatenate([arrays[name] for arrays in per_group]) for name in per_group[0]}
     if stacked["slot_mapping"].max() > INT32_MAX:
         raise ValueError(f"slot {stacked['slot_mapping'].max()} does not fit int32: use fewer or smaller pages")
-    inputs = StepInputs(**{name: array.astype(np.int32) for name, array in stacked.items()})
+    int32: dict[str, Any] = {name: array.astype(np.int32) for name, array in stacked.items()}
+    inputs = StepInputs(**int32)
     return Step(inputs, bucket(keys, minimum=128), tuple(pieces))

@@ -67,7 +67,7 @@ class Model(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """dtype of the embeddings and, by default, of the cache."""
+        """The dtype of the embeddings and, by default, of the cache."""
         return jnp.dtype(self.embed_tokens.dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:

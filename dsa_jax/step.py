@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from typing import Any
 
 import jax
 from flax import nnx
@@ -67,11 +68,10 @@ def run_step(
             return_selected=options.return_selected,
         )
 
-    out_specs = StepOutputs(
-        cache=CACHE_SPEC,
-        logits=PartitionSpec(DATA, TP_AXES),
-        selected=PartitionSpec(None, DATA) if options.return_selected else None,
-    )
+    specs: dict[str, Any] = {"cache": CACHE_SPEC, "logits": PartitionSpec(DATA, TP_AXES), "selected": None}
+    if options.return_selected:
+        specs["selected"] = PartitionSpec(None, DATA)
+    out_specs = StepOutputs(**specs)
     # check_vma=False: pallas kernels inside do not carry the varying-axes types that the check wants.
     return jax.shard_map(
         local, mesh=mesh, in_specs=(state_specs(state), STEP_SPEC, CACHE_SPEC), out_specs=out_specs, check_vma=False
