@@ -41,8 +41,8 @@ class StepInputs:
     logits_rows: jax.Array
 
 
-_FIELDS = [field.name for field in dataclasses.fields(StepInputs)]
-STEP_SPEC = StepInputs(**dict[str, Any].fromkeys(_FIELDS, PartitionSpec(DATA)))
+_BY_GROUP: Any = PartitionSpec(DATA)
+STEP_SPEC = StepInputs(**{field.name: _BY_GROUP for field in dataclasses.fields(StepInputs)})
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """The paged cache: compressed KV of every layer and index keys of the full layers."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,8 @@ class PagedCache:
         return self.ckv.shape[1]
 
 
-CACHE_SPEC = PagedCache(ckv=PartitionSpec(None, DATA), index_keys=PartitionSpec(None, DATA))
+_PAGES_BY_GROUP: Any = PartitionSpec(None, DATA)
+CACHE_SPEC = PagedCache(ckv=_PAGES_BY_GROUP, index_keys=_PAGES_BY_GROUP)
 
 
 def cache_shapes(
@@ -46,7 +48,7 @@ def cache_shapes(
     full_layers = config.indexer_types.count("full")
     total = pages * mesh.shape[DATA]
 
-    def leaf(layers: int, width: int, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    def leaf(layers: int, width: int, spec: Any) -> Any:
         return jax.ShapeDtypeStruct(
             (layers, total, page_size, width), jnp.dtype(dtype), sharding=NamedSharding(mesh, spec)
         )

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -145,12 +144,41 @@ def run_convert(args: argparse.Namespace) -> None:
     print(args.target)
 
 
+def _layer_runs(config: ModelConfig) -> list[str]:
+    """Runs of equal layers, such as "3-5: shared index, sparse MLP"."""
+    kinds = [f"{index} index, {mlp} MLP" for index, mlp in zip(config.indexer_types, config.mlp_types, strict=True)]
+    runs: list[str] = []
+    first = 0
+    for layer in range(1, len(kinds) + 1):
+        if layer == len(kinds) or kinds[layer] != kinds[first]:
+            name = f"{first}" if layer - 1 == first else f"{first}-{layer - 1}"
+            runs.append(f"{name}: {kinds[first]}")
+            first = layer
+    return runs
+
+
 def run_inspect(args: argparse.Namespace) -> None:
     """`dsa-jax inspect`."""
     config = ModelConfig.from_folder(args.checkpoint)
     description = checkpoint.describe(args.checkpoint)
-    nonfinite = checkpoint.find_nonfinite(args.checkpoint)
-    report = {"config": dataclasses.asdict(config), "tensors": description, "nonfinite": nonfinite}
-    print(json.dumps(report) if args.json else report)
-    if nonfinite:
-        print(f"{len(nonfinite)} tensors hold NaN or infinity", file=sys.stderr)
+    nonfinite = checkpoint.find_nonfinite(args.checkpoint, progress=True)
+    if args.json:
+        report = {
+            "architecture": config.model_type,
+            "layers": _layer_runs(config),
+            "config": dataclasses.asdict(config),
+            "checkpoint": dataclasses.asdict(description),
+            "nonfinite": nonfinite,
+        }
+        print(json.dumps(report))
+        return
+    print(f"architecture: {config.model_type}, {config.num_layers} layers, {config.num_heads} heads")
+    for run in _layer_runs(config):
+        print(f"  layers {run}")
+    print(f"parameters: {description.parameters:,} in {description.tensors} tensors ({description.layout})")
+    for dtype, count in description.by_dtype.items():
+        print(f"  {dtype}: {count.nbytes:,} bytes, {count.elements:,} elements, {count.tensors} tensors")
+    for name, count in nonfinite.items():
+        print(f"not finite: {name} holds {count} NaN or infinite values")
+    if not nonfinite:
+        print("every weight is finite")

@@ -1,6 +1,7 @@
 """The model as a `flax.nnx` module, and its forward pass on one rank."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from dsa_jax.batch import StepInputs
-from dsa_jax.cache import PagedCache
+from dsa_jax.cache import PagedCache, init_cache
 from dsa_jax.config import ModelConfig
 from dsa_jax.layers.decoder import DecoderLayer, Execution, StepContext
 from dsa_jax.layers.linear import RMSNorm, contract
@@ -16,6 +17,9 @@ from dsa_jax.layers.rope import cos_sin
 from dsa_jax.params import ParamSpec, Source, declare, partition_spec, round_up
 from dsa_jax.segments import Segment, plan_segments
 from sharding.mesh import TP_AXES, check_mesh, tp_size
+
+if TYPE_CHECKING:
+    from dsa_jax.prefill import Batch
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +73,18 @@ class Model(nnx.Module):
     def dtype(self) -> jnp.dtype:
         """The dtype of the embeddings and, by default, of the cache."""
         return jnp.dtype(self.embed_tokens.dtype)
+
+    def init_cache(self, batch: "Batch", dtype: jax.typing.DTypeLike | None = None) -> PagedCache:
+        """An empty cache with room for `batch`, in `dtype` or, when None, the model's dtype."""
+        return init_cache(self.config, batch.pages, batch.page_size, dtype or self.dtype, self.mesh)
+
+    def prefill(self, batch: "Batch", cache: PagedCache, *, execution: Execution | None = None, **options):
+        """Process every pending token of `batch`; `cache` is donated. See `dsa_jax.prefill.prefill` for the options."""
+        # Imported here, since the step is built on this class.
+        from dsa_jax.prefill import prefill
+        from dsa_jax.step import StepRunner
+
+        return prefill(StepRunner(self, execution), batch, cache, **options)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embeddings [T, hidden] of tokens [T] from the vocabulary's shares."""

@@ -1,6 +1,7 @@
 """One decoder layer on this rank's share of heads, experts and features."""
 
 import dataclasses
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,7 @@ class DecoderLayer(nnx.Module):
             workspace_bytes=execution.workspace_bytes,
             implementation=execution.implementation,
         )
-        return topk_indices, own
+        return cast(jax.Array, topk_indices), own
 
     def __call__(
         self,
