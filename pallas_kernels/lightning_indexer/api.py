@@ -15,6 +15,8 @@ def check_operands(op: str, q, k, weights, key_start, key_end, k_scale) -> None:
     """Raise ValueError unless the arguments are those of `lightning_indexer`, checked on behalf of `op`."""
     check_array(op, "q", q, ("T", "Hi", "D"), OPERAND_DTYPES)
     rows, heads, dim = q.shape
+    if 0 in (heads, dim):
+        raise ValueError(f"{op}: q must have heads and columns, got shape {list(q.shape)}")
     check_array(op, "k", k, ("S", dim), OPERAND_DTYPES)
     check_same_dtype(op, "q", q, "k", k)
     check_array(op, "weights", weights, (rows, heads), (jnp.float32,))
@@ -38,7 +40,7 @@ def lightning_indexer(
     """Score every key of each query row's range (DeepSeek-V3.2, "lightning indexer").
 
     `out[t, j] = k_scale[j] * sum_h weights[t, h] * relu(q[t, h] . k[j])` for `key_start[t] <= j < key_end[t]`, summed
-    in float32. Not differentiable.
+    in float32, where `relu(x)` is x if x > 0 and else 0, NaN included. Not differentiable.
 
     Args:
       q: Index queries [T, Hi, D], float32, bfloat16 or float8_e4m3fn.
@@ -46,7 +48,8 @@ def lightning_indexer(
       weights: Head weights [T, Hi] float32, of either sign. They carry every constant: `Hi**-0.5`, the score scale
         `D**-0.5` and, for float8, the scale of q's quantisation.
       key_start: First visible key of each row [T] int32.
-      key_end: One past the last visible key of each row [T] int32; a row with `key_end <= key_start` sees none.
+      key_end: One past the last visible key of each row [T] int32; a row with `key_end <= key_start` sees none, and
+        a range that reaches outside [0, S) is cut to it.
       k_scale: Scale of each key [S] float32, or None for 1.
       clean_logits: Whether scores outside a row's range are set to -inf. When False they are unspecified, which
         is cheaper; use it only with a consumer that respects the same ranges, such as `topk`.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.checks import check_array, check_positive, check_same_dtype
+from pallas_kernels.checks import check_array, check_dtype, check_positive, check_positive_number, check_same_dtype
 from pallas_kernels.sparse_mla import reference
 
 OP = "sparse_mla"
@@ -33,7 +33,7 @@ def sparse_mla(
       kv: Compressed KV [N, Dk] of the same dtype, one head shared by all.
       topk_indices: Selected rows of `kv` [T, K] int32, in any order. An id below 0 or at or above N is skipped, and
         an id listed twice counts twice.
-      softmax_scale: Factor on the logits, usually `(nope + rope)**-0.5`; never derived from Dk.
+      softmax_scale: Factor on the logits, static and positive, usually `(nope + rope)**-0.5`; never derived from Dk.
       kv_lora_rank: How many leading columns of a row are its value; 512 in the released models.
       num_valid: How many leading ids of each row count [T] int32; the rest is ignored. None means all.
       out_dtype: float32 or bfloat16; None means q's dtype.
@@ -53,15 +53,15 @@ def sparse_mla(
     check_array(OP, "kv", kv, ("N", width), (jnp.float32, jnp.bfloat16))
     check_same_dtype(OP, "q", q, "kv", kv)
     check_array(OP, "topk_indices", topk_indices, (rows, "K"), (jnp.int32,))
-    check_positive(OP, "kv_lora_rank", kv_lora_rank)
-    check_positive(OP, "workspace_bytes", workspace_bytes)
+    softmax_scale = check_positive_number(OP, "softmax_scale", softmax_scale)
+    kv_lora_rank = check_positive(OP, "kv_lora_rank", kv_lora_rank)
+    workspace_bytes = check_positive(OP, "workspace_bytes", workspace_bytes)
     if kv_lora_rank > width:
         raise ValueError(f"{OP}: {kv_lora_rank=} exceeds the width {width} of kv")
     if num_valid is not None:
         check_array(OP, "num_valid", num_valid, (rows,), (jnp.int32,))
-    out_dtype = jnp.dtype(q.dtype if out_dtype is None else out_dtype)
-    if out_dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
-        raise ValueError(f"{OP}: out_dtype must be float32 or bfloat16, got {out_dtype.name}")
+    out_dtype = check_dtype(OP, "out_dtype", q.dtype if out_dtype is None else out_dtype, (jnp.float32, jnp.bfloat16))
+    q, kv, topk_indices = jnp.asarray(q), jnp.asarray(kv), jnp.asarray(topk_indices)
     dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
     return reference.sparse_mla(
         q,

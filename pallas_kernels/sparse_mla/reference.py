@@ -36,12 +36,13 @@ def sparse_mla(
         top = jnp.where(top == -jnp.inf, 0.0, top)
         p = jnp.exp(logits - top)
         total = jnp.sum(p, axis=-1)  # [t, H]
-        out = jnp.einsum("thk,tkd->thd", p, gathered[:, :, :kv_lora_rank], precision=jax.lax.Precision.HIGHEST)
+        # Slicing the output copies less than slicing the gathered rows before the product.
+        out = jnp.einsum("thk,tkd->thd", p, gathered, precision=jax.lax.Precision.HIGHEST)[:, :, :kv_lora_rank]
         out = out / jnp.where(total == 0, 1.0, total)[:, :, None]
         lse = jnp.where(total == 0, -jnp.inf, jnp.log(total) + top[:, :, 0])
         return out.astype(out_dtype), lse
 
-    if selected == 0:
-        return jnp.zeros((rows, heads, kv_lora_rank), out_dtype), jnp.full((rows, heads), -jnp.inf)
+    if 0 in (selected, kv.shape[0]):
+        return jnp.zeros((rows, heads, kv_lora_rank), out_dtype), jnp.full((rows, heads), -jnp.inf, jnp.float32)
     tile = rows_per_tile(rows, 4 * selected * (2 * width + 2 * heads), workspace_bytes)
     return map_row_tiles(attend, (q, topk_indices, num_valid), tile)

@@ -27,9 +27,10 @@ def topk(
 
     Args:
       scores: [T, S] float32.
-      k: How many columns to keep, positive; may exceed S.
+      k: How many columns to keep, static and positive; may exceed S.
       key_start: First column of each row's range [T] int32; None means 0. Columns outside a range are never read.
-      key_end: One past the last column of each row's range [T] int32; None means S.
+      key_end: One past the last column of each row's range [T] int32; None means S. A row with
+        `key_end <= key_start` is empty, and a range that reaches outside [0, S) is cut to it.
       return_scores: Whether to return the scores of the selected columns too.
       implementation: "mosaic_hopper", "triton" or "reference"; None takes the first that supports the call and
         the device.
@@ -42,7 +43,8 @@ def topk(
       ValueError: An argument has the wrong shape or dtype, or the implementation cannot run the call.
     """
     check_array(OP, "scores", scores, ("T", "S"), (jnp.float32,))
-    check_positive(OP, "k", k)
+    k = check_positive(OP, "k", k)
+    scores = jnp.asarray(scores)
     rows, columns = scores.shape
     if key_start is None:
         key_start = jnp.zeros((rows,), jnp.int32)
@@ -50,5 +52,6 @@ def topk(
         key_end = jnp.full((rows,), columns, jnp.int32)
     check_array(OP, "key_start", key_start, (rows,), (jnp.int32,))
     check_array(OP, "key_end", key_end, (rows,), (jnp.int32,))
+    key_start, key_end = jnp.asarray(key_start), jnp.asarray(key_end)
     dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
     return reference.topk(scores, k, key_start, key_end, return_scores=return_scores)
