@@ -1,6 +1,7 @@
 """Meshes of the axes ("data", "qsplit", "dcp"), with TP = qsplit * dcp and dcp minor."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ AXES = (DATA, QSPLIT, DCP)
 TP_AXES = (QSPLIT, DCP)
 
 
-def make_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """Mesh of `data * tp` devices whose TP rank t is `q * dcp + d`.
 
     Args:
