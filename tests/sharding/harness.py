@@ -1,0 +1,107 @@
+"""A ragged batch with its keys dealt to ranks, and the means to run a function on every rank."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding.local_keys import KeyLayout, key_layout
+from sharding.mesh import AXES, DATA, TP_AXES
+from sharding.ownership import owner_of
+from sharding.rows import row_positions, row_requests
+
+# One program per case, so that a case costs one compilation.
+COLLECTIVE = re.compile(
+    r"= \(?(\w+\[[\d,]*\]).* (all-gather|all-to-all|reduce-scatter|all-reduce|collective-permute)\("
+)
+
+
+def i32(x):
+    """An int32 array on the device."""
+    return jnp.asarray(np.asarray(x), jnp.int32)
+
+
+def users_mesh(qsplit, dcp, axis_type=AxisType.Auto, data=1):
+    """A mesh made without `make_mesh`."""
+    devices = np.array(jax.devices()[: data * qsplit * dcp])
+    return Mesh(devices.reshape(data, qsplit, dcp), AXES, axis_types=(axis_type,) * 3)
+
+
+def on_every_rank(fn, mesh, specs, args, *, check_vma=True):
+    """The jitted program that runs `fn` on every rank, and its placed arguments.
+
+    What `fn` returns comes back stacked by rank: [data * qsplit * dcp, ...].
+    """
+    args = jax.tree.map(lambda spec, arg: place(mesh, spec, arg), specs, args, is_leaf=lambda x: isinstance(x, P))
+
+    def local(*args):
+        return jax.tree.map(lambda x: x[None], fn(*args))
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P((DATA, *TP_AXES)), check_vma=check_vma)
+    return jax.jit(run), args
+
+
+def place(mesh, spec, tree):
+    """Put every array of `tree` on the mesh with one spec."""
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
+
+
+def run_on_every_rank(fn, mesh, specs, args, *, check_vma=True):
+    """Results of `fn` stacked by rank, as NumPy."""
+    program, args = on_every_rank(fn, mesh, specs, args, check_vma=check_vma)
+    return jax.tree.map(np.asarray, program(*args))
+
+
+def collectives(program, args):
+    """Collectives of a program before XLA's passes, as (name, first result's type)."""
+    text = program.lower(*args).as_text(dialect="hlo")
+    return sorted((name, kind) for kind, name in COLLECTIVE.findall(text))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Requests of a step: some decode, some start, some go on, some are empty; padded rows at the end.
+
+    Attributes:
+      seq_lens: Tokens of each request with those of the step.
+      query_lens: Tokens of each request in the step.
+      rows: Rows of the step, padding included.
+    """
+
+    seq_lens: tuple[int, ...] = (60, 17, 0, 90, 3, 11)
+    query_lens: tuple[int, ...] = (1, 1, 0, 13, 3, 11)
+    rows: int = 35
+
+    @property
+    def starts(self):
+        """`query_start_loc`."""
+        return np.concatenate([[0], np.cumsum(self.query_lens)])
+
+    @property
+    def requests(self):
+        """Request of each row."""
+        return row_requests(self.starts, self.rows)
+
+    @property
+    def positions(self):
+        """Position of each row."""
+        return row_positions(np.array(self.seq_lens), self.starts, self.rows)
+
+    def layout(self, ranks, interleave) -> KeyLayout:
+        """Layout of the keys, on the device."""
+        return jax.tree.map(i32, key_layout(np.array(self.seq_lens), ranks=ranks, interleave=interleave))
+
+    def deal(self, keys, ranks, interleave, rows):
+        """Local buffers [ranks, rows, ...] of per-request `keys` (a list of [seq_len, ...]); unused rows are NaN."""
+        out = np.full((ranks, rows, *keys[0].shape[1:]), np.nan, keys[0].dtype)
+        for rank in range(ranks):
+            at = 0
+            for request in keys:
+                mine = owner_of(np.arange(len(request)), ranks=ranks, interleave=interleave) == rank
+                out[rank, at : at + mine.sum()] = request[mine]
+                at += int(mine.sum())
+        return out
