@@ -1,6 +1,7 @@
 """A ragged batch with its keys dealt to ranks, and the means to run a function on every rank."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -105,3 +106,60 @@ class Batch:
                 out[rank, at : at + mine.sum()] = request[mine]
                 at += int(mine.sum())
         return out
+
+
+BATCH = Batch()
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Operands of an attention over `BATCH`, global.
+
+    Attributes:
+      q: Absorbed queries [T, H, Dk].
+      records: Compressed KV of each request, a list of [seq_len, Dk].
+      ids: Selected positions [T, K], -1 behind and, on some rows, between them; a few rows select nothing.
+      value_up: Value rows of each head [H, V, R].
+    """
+
+    q: np.ndarray
+    records: list[np.ndarray]
+    ids: np.ndarray
+    value_up: np.ndarray
+
+
+@functools.cache
+def attention(heads=8, latent=6, rope=2, value=3, selected=9) -> Attention:
+    """Random operands, the same in every call."""
+    rng = np.random.default_rng(21)
+    ids = np.full((BATCH.rows, selected), -1)
+    for t in range(BATCH.rows):
+        seen = BATCH.positions[t] + 1
+        count = min(selected, seen)
+        ids[t, :count] = rng.permutation(seen)[:count]
+    ids[4] = -1
+    ids[6, [1, 4]] = -1
+    return Attention(
+        q=rng.standard_normal((BATCH.rows, heads, latent + rope)).astype(np.float32),
+        records=[rng.standard_normal((n, latent + rope)).astype(np.float32) for n in BATCH.seq_lens],
+        ids=ids,
+        value_up=rng.standard_normal((heads, value, latent)).astype(np.float32),
+    )
+
+
+@functools.cache
+def attend(project=False, latent=6, scale=0.3):
+    """Output [T, H, R or V] and log-sum-exp [T, H] of one device, in float64."""
+    case = attention()
+    out = np.zeros((*case.q.shape[:2], latent))
+    lse = np.full(case.q.shape[:2], -np.inf)
+    for t in range(BATCH.rows):
+        ids = case.ids[t][case.ids[t] >= 0]
+        if len(ids):
+            kv = case.records[BATCH.requests[t]][ids].astype(np.float64)
+            logits = scale * case.q[t].astype(np.float64) @ kv.T
+            lse[t] = np.log(np.sum(np.exp(logits), axis=1))
+            out[t] = np.exp(logits - lse[t][:, None]) @ kv[:, :latent]
+    if project:
+        out = np.einsum("thr,hvr->thv", out, case.value_up.astype(np.float64))
+    return out, lse

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 from sharding.indexer_sharding import IndexSharding, sharded_index_topk, split_size
 from sharding.mesh import DCP
 from sharding.row_partition import balanced_plan, contiguous_plan, plan_contiguous, row_costs
-from tests.sharding.harness import Batch, collectives, i32, on_every_rank, run_on_every_rank, users_mesh
+from tests.sharding.harness import BATCH, Batch, collectives, i32, on_every_rank, run_on_every_rank, users_mesh
 
-BATCH = Batch()
 HEADS, DIM, TOP_K = 2, 4, 8
 
 
