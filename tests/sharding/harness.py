@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.local_keys import KeyLayout, key_layout
 from sharding.mesh import AXES, DATA, TP_AXES
-from sharding.ownership import owner_of
+from sharding.ownership import owner_of, slot_mapping
 from sharding.rows import row_positions, row_requests
 
 # One program per case, so that a case costs one compilation.
@@ -96,9 +96,47 @@ class Batch:
         """Layout of the keys, on the device."""
         return jax.tree.map(i32, key_layout(np.array(self.seq_lens), ranks=ranks, interleave=interleave))
 
+    @property
+    def context_lens(self):
+        """Tokens of each request before the step."""
+        return np.array(self.seq_lens) - np.array(self.query_lens)
+
+    def block_table(self, page_size, pages_per_request=24):
+        """Pages in an order that is no order [requests, pages]."""
+        total = len(self.seq_lens) * pages_per_request
+        return np.random.default_rng(3).permutation(total).reshape(-1, pages_per_request)
+
+    def pages(self, keys, lens, ranks, interleave, page_size, junk):
+        """Caches of the ranks [ranks, pages, page_size, ...] that hold the first `lens` keys of each request."""
+        table = self.block_table(page_size)
+        out = np.full((ranks, table.size * page_size, *keys[0].shape[1:]), junk, keys[0].dtype)
+        for request, length in enumerate(lens):
+            positions = np.arange(length)
+            for rank in range(ranks):
+                slots = slot_mapping(
+                    positions,
+                    np.full_like(positions, request),
+                    table,
+                    rank,
+                    ranks=ranks,
+                    interleave=interleave,
+                    page_size=page_size,
+                )
+                out[rank, slots[slots >= 0]] = keys[request][:length][slots >= 0]
+        return out.reshape(ranks, table.size, page_size, *keys[0].shape[1:])
+
+    def own(self, keys):
+        """Keys of the step's rows [T, ...]; junk on padding."""
+        rows = [
+            keys[r][p] if r >= 0 else np.full_like(keys[0][0], 7)
+            for r, p in zip(self.requests, self.positions, strict=True)
+        ]
+        return np.stack(rows)
+
     def deal(self, keys, ranks, interleave, rows):
-        """Local buffers [ranks, rows, ...] of per-request `keys` (a list of [seq_len, ...]); unused rows are NaN."""
-        out = np.full((ranks, rows, *keys[0].shape[1:]), np.nan, keys[0].dtype)
+        """Local buffers [ranks, rows, ...] of per-request `keys`, a list of [seq_len, ...]; unused rows are NaN."""
+        unused = np.nan if np.issubdtype(keys[0].dtype, np.floating) else 0
+        out = np.full((ranks, rows, *keys[0].shape[1:]), unused, keys[0].dtype)
         for rank in range(ranks):
             at = 0
             for request in keys:
