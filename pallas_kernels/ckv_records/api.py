@@ -212,6 +212,4 @@ def gather(
         layer = jnp.asarray(layer, jnp.int32)
         check_array("gather", "layer", layer, ())
     _resolve("gather", implementation)
-    return reference.gather(
-        fmt, pages, block_table, seq_lens, num_rows=num_rows, first_row=first_row, layer=layer
-    )
+    return reference.gather(fmt, pages, block_table, seq_lens, num_rows=num_rows, first_row=first_row, layer=layer)

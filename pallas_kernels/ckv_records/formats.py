@@ -1,8 +1,20 @@
-"""Byte layouts of the records that the paged caches hold, one record a token."""
+"""Byte layouts of the records that the paged caches hold, one record a token.
+
+What a format costs: relative error of sparse MLA's output (Frobenius norm) against float32 records, on latents of unit
+mean square whose channels differ in size (`tests/kernels/test_ckv_records.py` has the inputs and bounds it).
+
+| format | bytes | error |
+|---|---|---|
+| float32 | 4 a value | 0 |
+| bf16 | 2 a value | 0.003 |
+| fp8_ds_mla | 656, without rope 528 | 0.04 |
+| nvfp4_ds_mla | 432, without rope 304 | 0.17 |
+"""
 
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -96,7 +108,7 @@ def _positive(format_name: str, **widths: int) -> None:
 
 
 def ckv_format(
-    name: str, *, kv_lora_rank: int, qk_rope_head_dim: int, model_dtype: np.typing.DTypeLike | None = None
+    name: str, *, kv_lora_rank: int, qk_rope_head_dim: int, model_dtype: jax.typing.DTypeLike | None = None
 ) -> RecordFormat:
     """Format of the compressed KV of a model: `[latent | rope]` of each token.
 
@@ -135,7 +147,7 @@ def ckv_format(
 
 
 def index_key_format(
-    name: str, *, index_head_dim: int, model_dtype: np.typing.DTypeLike | None = None
+    name: str, *, index_head_dim: int, model_dtype: jax.typing.DTypeLike | None = None
 ) -> RecordFormat:
     """Format of the keys of the lightning indexer.
 
