@@ -197,7 +197,7 @@ def gather(
       implementation: "reference"; None takes the first that supports the call and the device.
 
     Returns:
-      Records [num_rows, fmt.record_width] of dtype fmt.dtype; rows past the last request are 0.
+      Records [num_rows, fmt.record_width] of dtype fmt.dtype; rows before the first request or past the last are 0.
 
     Raises:
       ValueError: An argument has the wrong shape or dtype, or the cache holds more tokens than int32 can name.
