@@ -80,9 +80,8 @@ def test_step_writes_only_its_slots():
     tokens = prompt("glm5", "s7")
     batch = Batch.from_prompts([tokens], model.config, page_size=PAGE_SIZE)
     batch.requests[0].pages = np.array([2])
-    filled = jax.tree.map(
-        lambda x: jnp.full(x.shape, 7, x.dtype), init_cache(model.config, 4, PAGE_SIZE, jnp.float32, model.mesh)
-    )
+    empty = init_cache(model.config, 4, PAGE_SIZE, jnp.float32, model.mesh)
+    filled = jax.tree.map(lambda x: jnp.full(x.shape, 7, x.dtype), empty)
     step = build_step(batch.requests, groups=1, chunk_size=64, page_size=PAGE_SIZE)
     cache = StepRunner(model)(step, filled).cache
     for pages in (np.asarray(cache.ckv), np.asarray(cache.index_keys)):
