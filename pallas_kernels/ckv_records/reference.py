@@ -233,10 +233,10 @@ def gather(
     ends = jnp.cumsum(seq_lens, dtype=jnp.int32)
     # How many requests end at or before the row; a request of length 0 ends where it starts and is stepped over.
     request = jnp.sum((ends[None, :] <= row[:, None]).astype(jnp.int32), axis=1)
-    inside = request < seq_lens.shape[0]
+    inside = (row >= 0) & (request < seq_lens.shape[0])
     request = jnp.where(inside, request, 0)
     token = row - (ends - seq_lens)[request]
-    page = block_table.at[request, token // page_size].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    page = block_table.at[request, token // page_size].get(mode="fill", fill_value=-1)
     page = jnp.where(inside, page, -1)
     parts = []
     words = _as_words(pages) if fmt.dtype.itemsize == 1 else pages
