@@ -102,9 +102,10 @@ def test_merging_in_two_steps_is_merging_at_once():
     out = rng.standard_normal((4, 3, 2, 8), dtype=np.float32)
     lse = rng.standard_normal((4, 3, 2), dtype=np.float32)
     lse[:2, 0] = -np.inf
-    halves = [merge_partials(out[i : i + 2], lse[i : i + 2]) for i in (0, 2)]
-    twice = merge_partials(jnp.stack([x[0] for x in halves]), jnp.stack([x[1] for x in halves]))
-    for a, b in zip(twice, merge_partials(out, lse), strict=True):
+    merge_parts = jax.jit(merge_partials)
+    halves = [merge_parts(out[i : i + 2], lse[i : i + 2]) for i in (0, 2)]
+    twice = merge_parts(np.stack([x[0] for x in halves]), np.stack([x[1] for x in halves]))
+    for a, b in zip(twice, merge_parts(out, lse), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -125,7 +126,7 @@ def test_weights_from_a_collective_equal_the_merge():
         return jax.lax.psum(mine, "dcp")[None], merged[None]
 
     got, got_lse = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))(out, lse)
-    want, want_lse = merge_partials(out, lse)
+    want, want_lse = jax.jit(merge_partials)(out, lse)
     for rank in range(ranks):
         np.testing.assert_allclose(got[rank], want, atol=1e-6)
         np.testing.assert_allclose(got_lse[rank], want_lse, atol=1e-6)
