@@ -218,6 +218,8 @@ def test_arguments_are_checked():
         split_size(2, 4, IndexSharding(shards=3))
     with pytest.raises(ValueError, match="plan is for 4 ranks, rows are split over 2"):
         shapes(2, 4, IndexSharding(4), None, plan=make_plan("balanced", 4))
+    with pytest.raises(ValueError, match="outside a plan, got plan=None"):
+        shapes(2, 4, IndexSharding(4), None, initial=jnp.zeros((BATCH.rows, TOP_K), jnp.int32))
     with pytest.raises(ValueError, match="plan is for 40 rows, got 35"):
         shapes(2, 4, IndexSharding(4), None, plan=balanced_plan(np.ones(8), rows=40, ranks=2, tile=2))
 
