@@ -106,6 +106,8 @@ def sharded_index_topk(
     rank, splits = _split_rank(sharding)
     if layout.ranks != sharding.shards:
         raise ValueError(f"layout is for {layout.ranks} ranks, sharding has shards={sharding.shards}")
+    if plan is None and initial is not None:
+        raise ValueError("initial is for the rows outside a plan, got plan=None")
     if plan is not None:
         if plan.rows.shape[0] != splits:
             raise ValueError(f"plan is for {plan.rows.shape[0]} ranks, rows are split over {splits}")

@@ -112,7 +112,8 @@ CASES = [
 
 @pytest.mark.parametrize(("qsplit", "dcp", "interleave", "window", "axis_type"), CASES)
 def test_attention_equals_one_device(qsplit, dcp, interleave, window, axis_type):
-    out, lse = run_on_every_rank(*program(qsplit, dcp, interleave, window, axis_type=axis_type))
+    settings = program(qsplit, dcp, interleave, window, axis_type=axis_type)
+    out, lse = run_on_every_rank(*settings, check_vma=interleave != 16)
     expected, expected_lse = attend()
     out = np.moveaxis(out, 0, 1).reshape(expected.shape)
     lse = np.moveaxis(lse, 0, 1).reshape(expected_lse.shape)

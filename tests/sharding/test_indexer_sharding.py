@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharding.indexer_sharding import IndexSharding, sharded_index_topk, split_size
-from sharding.mesh import DCP
+from sharding.mesh import DATA, DCP
 from sharding.row_partition import balanced_plan, contiguous_plan, plan_contiguous, row_costs
 from tests.sharding.harness import BATCH, Batch, collectives, i32, on_every_rank, run_on_every_rank, users_mesh
 
@@ -23,6 +23,8 @@ def operands(scores="ties"):
     q = rng.integers(-2, 3, (BATCH.rows, HEADS, DIM)).astype(np.float32)
     weights = rng.integers(-2, 4, (BATCH.rows, HEADS)).astype(np.float32)
     keys = [rng.integers(-2, 3, (n, DIM)).astype(np.float32) for n in BATCH.seq_lens]
+    if scores == "negated":
+        weights = -weights
     if scores == "equal":
         keys = [np.ones_like(k) for k in keys]
     if scores == "nan":
@@ -30,8 +32,13 @@ def operands(scores="ties"):
     return q, weights, keys
 
 
+def key_scale(length):
+    """Scale of each key of a request, exact in float32."""
+    return (2.0 ** (np.arange(length) % 3)).astype(np.float32)
+
+
 @functools.cache
-def one_device(scores="ties", top_k=TOP_K, kpool=1):
+def one_device(scores="ties", top_k=TOP_K, kpool=1, scaled=False):
     """Selected ids of each row, as sets."""
     q, weights, keys = operands(scores)
     chosen = []
@@ -41,6 +48,7 @@ def one_device(scores="ties", top_k=TOP_K, kpool=1):
         k = keys[request][:seen].astype(np.float64)
         dots = np.einsum("hd,sd->hs", q[t], k)
         s = weights[t] @ np.where(dots > 0, dots, np.where(np.isnan(dots), np.nan, 0.0))
+        s = s * key_scale(seen) if scaled else s
         order = sorted(range(seen), key=lambda j, s=s: (np.isnan(s[j]), -np.nan_to_num(s[j], nan=0.0), j))
         chosen.append(set(order[:top_k]))
     return chosen
@@ -67,15 +75,18 @@ def program(qsplit, dcp, sharding, scheme, *, scores="ties", top_k=TOP_K, kpool=
     buffers = pools.deal(keys, shards, interleave, rows=184)
     held = buffers[np.arange(dcp) % shards].reshape(-1, DIM)  # rank d holds shard d % shards
     visible = np.where(BATCH.requests >= 0, (BATCH.positions + 1) // kpool, 77)
+    scale = None
+    if options.pop("scaled", False):
+        scale = pools.deal([key_scale(n) for n in pools.seq_lens], shards, interleave, rows=184)
+        scale = scale[np.arange(dcp) % shards].ravel()
     plan = options.pop("plan", None) or make_plan(scheme, split_size(qsplit, dcp, sharding))
 
-    def select(q, weights, keys, requests, visible, layout, plan):
-        return sharded_index_topk(
-            q, keys, weights, requests, visible, layout, top_k, sharding=sharding, plan=plan, **options
-        )
+    def select(q, weights, keys, scale, requests, visible, layout, plan):
+        placed = {"sharding": sharding, "plan": plan, "k_scale": scale, **options}
+        return sharded_index_topk(q, keys, weights, requests, visible, layout, top_k, **placed)
 
-    args = (q, weights, held, i32(BATCH.requests), i32(visible), pools.layout(shards, interleave), plan)
-    specs = (P(), P(), P(DCP), P(), P(), P(), P())
+    args = (q, weights, held, scale, i32(BATCH.requests), i32(visible), pools.layout(shards, interleave), plan)
+    specs = (P(), P(), P(DCP), P(DCP), P(), P(), P(), P())
     return select, users_mesh(qsplit, dcp, axis_type), specs, args
 
 
@@ -110,7 +121,8 @@ CASES = [
 @pytest.mark.parametrize(("qsplit", "dcp", "shards", "interleave", "merge", "scheme", "scores", "axis_type"), CASES)
 def test_equals_one_device(qsplit, dcp, shards, interleave, merge, scheme, scores, axis_type):
     sharding = IndexSharding(shards, interleave, merge)
-    ids = run_on_every_rank(*program(qsplit, dcp, sharding, scheme, scores=scores, axis_type=axis_type))
+    settings = program(qsplit, dcp, sharding, scheme, scores=scores, axis_type=axis_type)
+    ids = run_on_every_rank(*settings, check_vma=interleave != 4)
     check(ids, one_device(scores))
     assert set(np.asarray(ids[0][BATCH.requests < 0]).ravel().tolist()) == {-1}
 
@@ -118,6 +130,21 @@ def test_equals_one_device(qsplit, dcp, shards, interleave, merge, scheme, score
 def test_pools_are_selected_before_they_are_expanded():
     ids = run_on_every_rank(*program(2, 4, IndexSharding(4, 1, "owner"), "balanced", top_k=4, kpool=4))
     check(ids, one_device(top_k=4, kpool=4), top_k=4)
+
+
+def test_scales_of_the_keys_are_dealt_with_them():
+    ids = run_on_every_rank(*program(2, 4, IndexSharding(2, 4), "balanced", scaled=True))
+    check(ids, one_device(scaled=True))
+    assert one_device(scaled=True) != one_device()
+
+
+def test_data_groups_never_mix():
+    fn, _, specs, args = program(2, 2, IndexSharding(2, 1), "balanced")
+    weights = np.concatenate([args[1], operands("negated")[1]])
+    mesh = users_mesh(2, 2, data=2)
+    ids = run_on_every_rank(fn, mesh, (specs[0], P(DATA), *specs[2:]), (args[0], weights, *args[2:]))
+    check(ids[:4], one_device())
+    check(ids[4:], one_device("negated"))
 
 
 def test_more_columns_than_keys():
@@ -176,6 +203,12 @@ def test_only_what_must_travel_travels():
     assert shapes(1, 1, IndexSharding(1), "balanced") == []
 
 
+@pytest.mark.parametrize("merge", ["owner", "replicated"])
+def test_no_rank_can_branch_around_a_collective(merge):
+    run, args = on_every_rank(*program(2, 4, IndexSharding(2, 1, merge), "contiguous"))
+    assert " conditional(" not in run.lower(*args).as_text(dialect="hlo")
+
+
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match=r"merge must be one of .*, got 'max'"):
         IndexSharding(merge="max")
@@ -185,13 +218,15 @@ def test_arguments_are_checked():
         split_size(2, 4, IndexSharding(shards=3))
     with pytest.raises(ValueError, match="plan is for 4 ranks, rows are split over 2"):
         shapes(2, 4, IndexSharding(4), None, plan=make_plan("balanced", 4))
+    with pytest.raises(ValueError, match="outside a plan, got plan=None"):
+        shapes(2, 4, IndexSharding(4), None, initial=jnp.zeros((BATCH.rows, TOP_K), jnp.int32))
     with pytest.raises(ValueError, match="plan is for 40 rows, got 35"):
         shapes(2, 4, IndexSharding(4), None, plan=balanced_plan(np.ones(8), rows=40, ranks=2, tile=2))
 
 
 def test_a_layout_for_other_ranks_is_refused():
     fn, mesh, specs, args = program(2, 4, IndexSharding(4, 1), None)
-    args = (*args[:5], BATCH.layout(2, 1), None)
+    args = (*args[:6], BATCH.layout(2, 1), None)
     with pytest.raises(ValueError, match="layout is for 2 ranks, sharding has shards=4"):
         collectives(*on_every_rank(fn, mesh, specs, args))
 

@@ -79,7 +79,7 @@ CASES = [
 @pytest.mark.parametrize(("make", "qsplit", "dcp", "tile", "project", "axis_type"), CASES)
 def test_equals_one_device(make, qsplit, dcp, tile, project, axis_type):
     program = make(qsplit, dcp, tile=tile, project=project, axis_type=axis_type)
-    out, lse = run_on_every_rank(*program)
+    out, lse = run_on_every_rank(*program, check_vma=tile != 2)
     expected, expected_lse = attend(project)
     out = np.moveaxis(out, 0, 1).reshape(expected.shape)
     lse = np.moveaxis(lse, 0, 1).reshape(expected_lse.shape)
