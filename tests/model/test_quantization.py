@@ -9,7 +9,6 @@ import pytest
 from dsa_jax.quantization import dequantize_blocks, scale_shape
 from tests.model.checkpoint_cases import bits, dequantize
 
-
 jitted = jax.jit(dequantize_blocks, static_argnames="block_size")
 
 
