@@ -19,7 +19,6 @@ from dsa_jax.native_checkpoint import (
     cut,
     is_native,
     load_native,
-    new_folder,
     pieces_of,
     save_native,
     save_parts,
@@ -137,10 +136,7 @@ def convert(
     pieces = pieces_of(specs)
     reader = _reader(Path(folder), headers, max_bytes_in_flight)
     limit = _batch_bytes(max_bytes_in_flight)
-    with (
-        new_folder(out_folder, extra_files) as unfinished,
-        progress_bar(source_bytes(specs.values(), stored), "converting", progress) as bar,
-    ):
+    with progress_bar(source_bytes(specs.values(), stored), "converting", progress) as bar:
 
         def parts() -> Iterator[dict[str, jax.Array]]:
             for batch in batches(pieces, lambda piece: source_bytes([piece.spec], stored), limit):
@@ -150,7 +146,7 @@ def convert(
                 )
                 yield {piece.name: cut(arrays[piece.name], None, piece.shape) for piece in batch}
 
-        save_parts(unfinished, parts())
+        save_parts(out_folder, extra_files, parts())
 
 
 def _batch_bytes(max_bytes_in_flight: int) -> int:

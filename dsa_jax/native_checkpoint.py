@@ -14,8 +14,10 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,8 +29,8 @@ from dsa_jax.safetensors_headers import CheckpointError, raise_problems
 from sharding.mesh import check_mesh
 
 PARAMS_FOLDER = "params"
-# Marks a native checkpoint; an empty folder passes Orbax's own test.
-MARKER_FILE = "native_checkpoint.json"
+# Written last: names, shapes and dtypes of the arrays and the sizes of the files, so that damage shows before reading.
+MANIFEST_FILE = "native_checkpoint.json"
 _FORMAT = {"format": "dsa_jax", "version": 1}
 DEFAULT_BYTES_IN_FLIGHT = 2 * 1024**3
 
@@ -80,7 +82,7 @@ def _filled(sources: Sequence[Source]) -> tuple[int, ...]:
 
 def is_native(folder: Path | str) -> bool:
     """Whether a folder holds a complete native checkpoint."""
-    return (Path(folder) / MARKER_FILE).is_file()
+    return (Path(folder) / MANIFEST_FILE).is_file()
 
 
 def save_native(
@@ -120,33 +122,43 @@ def save_native(
         return math.prod(piece.shape) * params[piece.parameter].dtype.itemsize
 
     pieces = pieces_of(specs)
-    with (
-        new_folder(out_folder, extra_files) as unfinished,
-        progress_bar(sum(map(nbytes, pieces)), "saving", progress) as bar,
-    ):
+    with progress_bar(sum(map(nbytes, pieces)), "saving", progress) as bar:
 
         def parts() -> Iterator[dict[str, jax.Array]]:
             for batch in batches(pieces, nbytes, max_bytes_in_flight // 2):
                 yield {piece.name: cut(params[piece.parameter], piece.layer, piece.shape) for piece in batch}
                 bar.update(sum(map(nbytes, batch)))
 
-        save_parts(unfinished, parts())
+        save_parts(out_folder, extra_files, parts())
 
 
-def save_parts(folder: Path, parts: Iterable[dict[str, jax.Array]]) -> None:
-    """Save the pieces of a model a part at a time."""
-    path = str(folder / PARAMS_FOLDER)
-    context = ocp.Context()
-    context.array.saving.use_compression = False  # Weights hardly compress, and it is slower than the disk.
-    with context:
-        for arrays in parts:
-            ocp.partial.save(path, arrays)
-        ocp.partial.finalize(path)
+def save_parts(
+    out_folder: Path | str, extra_files: Iterable[Path | str], parts: Iterable[Mapping[str, jax.Array]]
+) -> None:
+    """Make a native checkpoint of pieces that come a part at a time; the folder appears whole or not at all."""
+    with _new_folder(out_folder, extra_files) as unfinished:
+        path = str(unfinished / PARAMS_FOLDER)
+        described: dict[str, dict[str, Any]] = {}
+        context = ocp.Context()
+        context.array.saving.use_compression = False  # Weights hardly compress, and it is slower than the disk.
+        with context:
+            for arrays in parts:
+                ocp.partial.save(path, dict(arrays))
+                described |= {n: {"shape": list(a.shape), "dtype": str(a.dtype)} for n, a in arrays.items()}
+            ocp.partial.finalize(path)
+        manifest = {**_FORMAT, "arrays": described, "files": _file_sizes(unfinished)}
+        (unfinished / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file with weights, by its path in the folder."""
+    files = [file for file in (folder / PARAMS_FOLDER).rglob("*") if file.is_file()]
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(files)}
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path | str, extra_files: Iterable[Path | str]) -> Iterator[Path]:
-    """A folder to fill that takes its place, marked and with copies of files, if the block ends without an error."""
+def _new_folder(folder: Path | str, extra_files: Iterable[Path | str]) -> Iterator[Path]:
+    """A folder to fill, with copies of files, that takes its place if the block ends without an error."""
     folder = Path(folder).resolve()
     files = [Path(file) for file in extra_files]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -161,7 +173,6 @@ def new_folder(folder: Path | str, extra_files: Iterable[Path | str]) -> Iterato
         for file in files:
             shutil.copyfile(file, unfinished / file.name)
         yield unfinished
-        (unfinished / MARKER_FILE).write_text(json.dumps(_FORMAT) + "\n")
         os.replace(unfinished, folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -279,21 +290,34 @@ def _one_line(error: Exception) -> str:
 
 
 def read_native_headers(folder: Path | str) -> dict[str, StoredTensor]:
-    """Shapes and dtypes of a native checkpoint's arrays by name.
+    """Shapes and dtypes of a native checkpoint's arrays by name, once its files are all there in full.
 
     Raises:
       CheckpointError: The folder is no native checkpoint or is damaged.
     """
+    folder = Path(folder)
     if not is_native(folder):
-        raise CheckpointError(f"checkpoint {folder}: it is no complete native checkpoint, for it has no {MARKER_FILE}")
+        raise CheckpointError(
+            f"checkpoint {folder}: it is no complete native checkpoint, for it has no {MANIFEST_FILE}"
+        )
     try:
-        found = json.loads((Path(folder) / MARKER_FILE).read_bytes())
+        manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
+        found = {key: manifest[key] for key in _FORMAT}
         if found != _FORMAT:
-            raise ValueError(f"{MARKER_FILE} says {found!r:.100}, expected {_FORMAT}")
-        metadata = ocp.metadata(str(Path(folder).absolute() / PARAMS_FOLDER)).metadata
-        return {name: StoredTensor(tuple(m.shape), np.dtype(m.dtype), (name, 0)) for name, m in metadata.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {folder}: it cannot be read ({_one_line(error)})") from error
+            raise ValueError(f"it says {found}, expected {_FORMAT}")
+        arrays = manifest["arrays"].items()
+        stored = {n: StoredTensor(tuple(map(int, a["shape"])), jnp.dtype(a["dtype"]), (n, 0)) for n, a in arrays}
+        files = {str(name): int(size) for name, size in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {folder}: {MANIFEST_FILE} cannot be read ({_one_line(error)})") from error
+    sizes = _file_sizes(folder)
+    problems = [
+        f"{name} has {sizes[name]} bytes, {MANIFEST_FILE} says {size}" if name in sizes else f"{name} is missing"
+        for name, size in files.items()
+        if sizes.get(name) != size
+    ]
+    raise_problems(folder, problems)
+    return stored
 
 
 def _check(folder: Path, stored: Mapping[str, StoredTensor], pieces: Sequence[Piece]) -> None:

@@ -69,6 +69,7 @@ class Placement:
         return NamedSharding(_rank_meshes(self.mesh, self.lead_axes)[rank], _partition(axes))
 
 
+@functools.lru_cache(maxsize=1024)
 def split_axes(spec: PartitionSpec, rank: int) -> tuple[Axes, ...]:
     """Mesh axes that split each of `rank` dimensions."""
     entries = (*spec, *(None for _ in range(rank - len(spec))))

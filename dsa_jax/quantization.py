@@ -51,6 +51,6 @@ def dequantize_blocks(
         (jnp.asarray(start, jnp.int32) + jnp.arange(size, dtype=jnp.int32)) // size_of_block
         for start, size, size_of_block in zip(offset, weight.shape, block_size, strict=True)
     )
-    # One gather, which the compiler fuses with the product; a scale that is too small shows as NaN.
-    expanded = scale.at[row_block[:, None], column_block[None, :]].get(mode="fill", fill_value=jnp.nan)
-    return weight.astype(jnp.float32) * expanded
+    # A scale that has too few blocks shows as NaN.
+    scale = jnp.take(scale, row_block, axis=0, mode="fill")
+    return weight.astype(jnp.float32) * jnp.take(scale, column_block, axis=1, mode="fill")

@@ -1,5 +1,6 @@
 """Native checkpoints: they restore onto any mesh, do not depend on the one that wrote them, and appear whole or not."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,7 +13,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dsa_jax import native_checkpoint
-from dsa_jax.checkpoint import CheckpointError, convert, describe, is_native, load_native, load_safetensors, save_native
+from dsa_jax.checkpoint import (
+    CheckpointError,
+    convert,
+    describe,
+    find_nonfinite,
+    is_native,
+    load_native,
+    load_safetensors,
+    save_native,
+)
 from dsa_jax.params import ParamSpec, Source
 from sharding.mesh import AXES, TP_AXES, make_mesh
 from tests.model.checkpoint_cases import BLOCK, ORACLE, bits, expected, read_tensors, specs_for
@@ -28,12 +38,13 @@ SOME = (
     "mlp.gate.e_score_correction_bias",
     "model.norm.weight",
 )
+FEW = ("lm_head.weight", "mlp.experts.up_proj.weight", "mlp.gate.e_score_correction_bias")
 bfloat16 = ml_dtypes.bfloat16
 
 
-def some_specs(tp):
+def some_specs(tp, names=SOME):
     specs = specs_for(TENSORS, tp, 3)
-    return {name: specs[name] for name in SOME}
+    return {name: specs[name] for name in names}
 
 
 def assert_restores(folder, specs, mesh, dtype):
@@ -53,8 +64,8 @@ def stored_arrays(folder):
     return native_checkpoint.native_reader(folder)(wanted)()
 
 
-def load_some(mesh, dtype):
-    specs = some_specs(mesh.size)
+def load_some(mesh, dtype, names=SOME):
+    specs = some_specs(mesh.size, names)
     return specs, load_safetensors(FP8, specs, mesh, dtype, ignored=["*"], block_size=BLOCK, progress=False)
 
 
@@ -74,11 +85,11 @@ def test_saved_on_eight_devices_it_restores_on_any_mesh(tmp_path):
 def test_convert_equals_save_whatever_the_mesh(tmp_path):
     """What is stored is the unpadded layers, the same from every mesh and from both ways of making it."""
     mesh = make_mesh(tp=8, dcp=2)
-    specs, params = load_some(mesh, bfloat16)
+    specs, params = load_some(mesh, bfloat16, FEW)
     save_native(tmp_path / "saved", params, specs)
     options = {"ignored": ["*"], "block_size": BLOCK, "progress": False}
     for tp in (1, 8):
-        convert(FP8, tmp_path / f"tp{tp}", some_specs(tp), make_mesh(tp=tp), jnp.bfloat16, **options)
+        convert(FP8, tmp_path / f"tp{tp}", some_specs(tp, FEW), make_mesh(tp=tp), jnp.bfloat16, **options)
     trees = [stored_arrays(tmp_path / name) for name in ("saved", "tp1", "tp8")]
     assert trees[0]["lm_head.weight"].shape == (199, 160)
     assert trees[0]["mlp.experts.up_proj.weight.1"].shape == (4, 40, 160)
@@ -86,13 +97,13 @@ def test_convert_equals_save_whatever_the_mesh(tmp_path):
         assert tree.keys() == trees[0].keys()
         for name, array in tree.items():
             np.testing.assert_array_equal(bits(array), bits(trees[0][name]), err_msg=name)
-    assert_restores(tmp_path / "tp1", some_specs(2), make_mesh(tp=2), bfloat16)
+    assert_restores(tmp_path / "tp1", some_specs(2, FEW), make_mesh(tp=2), bfloat16)
 
 
 def test_explicit_meshes(tmp_path):
     mesh = jax.make_mesh((1, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
-        specs, params = load_some(mesh, jnp.float32)
+        specs, params = load_some(mesh, jnp.float32, FEW)
         save_native(tmp_path / "out", params, specs)
         assert_restores(tmp_path / "out", specs, mesh, np.float32)
 
@@ -156,29 +167,55 @@ def test_a_folder_that_is_not_native(tmp_path):
     assert not is_native(FP8)
     (tmp_path / "params").mkdir()
     assert not is_native(tmp_path)
-    with pytest.raises(CheckpointError, match="no complete native checkpoint"):
+    with pytest.raises(CheckpointError, match=r"no complete native checkpoint.*native_checkpoint\.json"):
         load_small(tmp_path, SPECS)
 
 
-@pytest.mark.parametrize(
-    "where", ["native_checkpoint.json", "params/*/_METADATA", "params/*/manifest.ocdbt", "params/**/d/*"]
-)
-def test_a_damaged_native_checkpoint(tmp_path, where):
+@pytest.mark.parametrize("where", ["params/*/_METADATA", "params/*/manifest.ocdbt", "params/**/d/*"])
+@pytest.mark.parametrize("lost", ["half", "all"])
+def test_files_that_were_truncated_or_lost(tmp_path, where, lost):
     save_small(tmp_path / "out")
     files = [file for file in (tmp_path / "out").glob(where) if file.is_file()]
     assert files
     for file in files:
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=str(tmp_path / "out")) as caught:
-        load_small(tmp_path / "out", SPECS)
-    assert "\n" not in str(caught.value)
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]) if lost == "half" else file.unlink()
+    for function in (lambda folder: load_small(folder, SPECS), describe, find_nonfinite):
+        with pytest.raises(CheckpointError) as caught:
+            function(tmp_path / "out")
+        message = str(caught.value)
+        assert str(tmp_path / "out") in message and files[0].name in message and "\n" not in message
+        assert ("is missing" if lost == "all" else "native_checkpoint.json says") in message
 
 
-def test_a_native_checkpoint_of_another_version(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: {**m, "version": 9}, "'version': 9"),
+        (lambda m: {**m, "format": "other"}, "'format': 'other'"),
+        (lambda m: [], "cannot be read"),
+        (lambda m: {"format": "dsa_jax"}, "cannot be read"),
+        (lambda m: {**m, "arrays": {"b": {"shape": [4]}}}, "cannot be read"),
+        (lambda m: {**m, "arrays": {"b": {"shape": [4], "dtype": "float33"}}}, "float33"),
+        (lambda m: {**m, "files": 3}, "cannot be read"),
+    ],
+)
+def test_a_manifest_that_is_none(tmp_path, change, message):
     save_small(tmp_path / "out")
-    (tmp_path / "out" / "native_checkpoint.json").write_text('{"format": "dsa_jax", "version": 9}')
-    with pytest.raises(CheckpointError, match="'version': 9"):
+    manifest = tmp_path / "out" / "native_checkpoint.json"
+    manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
+    with pytest.raises(CheckpointError, match=message):
         load_small(tmp_path / "out", SPECS)
+
+
+def test_an_error_while_arrays_are_read_is_one_line(tmp_path, monkeypatch):
+    def fail(*args):
+        raise ValueError("the disk\nis on fire")
+
+    save_small(tmp_path / "out")
+    monkeypatch.setattr(native_checkpoint.ocp, "load", fail)
+    with pytest.raises(CheckpointError, match="the disk is on fire") as caught:
+        load_small(tmp_path / "out", SPECS)
+    assert str(tmp_path / "out") in str(caught.value)
 
 
 def test_an_output_folder_that_is_taken(tmp_path):
