@@ -65,7 +65,8 @@ def load_safetensors(
 
     All headers are checked against the parameters before a weight is read. Orbax then reads the bytes that each device
     needs, in the stored dtype and in batches of bounded size; programs on the devices cast, dequantize and put them
-    where they belong. A dimension that is padded on this mesh and split over it is read whole by every rank.
+    where they belong. A tensor that a mesh splits by columns, or whose split dimension is padded, goes whole to every
+    rank and is cut there.
 
     Args:
       folder: Folder with one `model.safetensors`, or several files and their index.
@@ -94,7 +95,15 @@ def load_safetensors(
     limit = _batch_bytes(max_bytes_in_flight)
     with progress_bar(source_bytes(specs.values(), stored), "loading", progress) as bar:
         return fill(
-            specs, stored, mesh, dtype, reader, max_batch_bytes=limit, block_size=block_size, advance=bar.update
+            specs,
+            stored,
+            mesh,
+            dtype,
+            reader,
+            max_batch_bytes=limit,
+            rows_only=True,
+            block_size=block_size,
+            advance=bar.update,
         )
 
 
@@ -142,7 +151,15 @@ def convert(
             for batch in batches(pieces, lambda piece: source_bytes([piece.spec], stored), limit):
                 part = {piece.name: piece.spec for piece in batch}
                 arrays = fill(
-                    part, stored, mesh, dtype, reader, max_batch_bytes=limit, block_size=block_size, advance=bar.update
+                    part,
+                    stored,
+                    mesh,
+                    dtype,
+                    reader,
+                    max_batch_bytes=limit,
+                    rows_only=True,
+                    block_size=block_size,
+                    advance=bar.update,
                 )
                 yield {piece.name: cut(arrays[piece.name], None, piece.shape) for piece in batch}
 

@@ -33,6 +33,7 @@ TENSORS = read_tensors(FP8)
 SOME = (
     "lm_head.weight",
     "self_attn.q_b_proj.weight",
+    "self_attn.o_proj.weight",
     "mlp.experts.up_proj.weight",
     "self_attn.indexer.k_norm.bias",
     "mlp.gate.e_score_correction_bias",
