@@ -2,6 +2,7 @@
 
 import collections
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from dsa_jax.checkpoint_report import Description, describe, find_nonfinite
 from dsa_jax.filling import Reader, StoredTensor, batches, fill, progress_bar, source_bytes
 from dsa_jax.native_checkpoint import (
     DEFAULT_BYTES_IN_FLIGHT,
+    Piece,
     cut,
     is_native,
     load_native,
@@ -40,7 +42,7 @@ __all__ = [
     "save_native",
 ]
 
-# Tensors that may be present and are not read: a predicate of the name, or shell patterns.
+# Tensors that may be present and are not read: a predicate of the name, or shell patterns (a string is one pattern).
 Ignored = Callable[[str], bool] | Sequence[str]
 
 # dtypes whose values a parameter can take; FP8 only with its scales.
@@ -145,10 +147,15 @@ def convert(
     pieces = pieces_of(specs)
     reader = _reader(Path(folder), headers, max_bytes_in_flight)
     limit = _batch_bytes(max_bytes_in_flight)
+
+    def nbytes(piece: Piece) -> int:
+        converted = jnp.dtype(dtype if piece.spec.dtype is None else piece.spec.dtype)
+        return max(source_bytes([piece.spec], stored), math.prod(piece.shape) * converted.itemsize)
+
     with progress_bar(source_bytes(specs.values(), stored), "converting", progress) as bar:
 
         def parts() -> Iterator[dict[str, jax.Array]]:
-            for batch in batches(pieces, lambda piece: source_bytes([piece.spec], stored), limit):
+            for batch in batches(pieces, nbytes, limit):
                 part = {piece.name: piece.spec for piece in batch}
                 arrays = fill(
                     part,
@@ -197,11 +204,14 @@ def _reader(folder: Path, headers: Mapping[str, TensorHeader], max_bytes_in_flig
 
         def wait() -> dict[str, jax.Array]:
             arrays: dict[str, jax.Array] = {}
-            for file, response in responses.items():
+            errors: list[CheckpointError] = []
+            for file, response in responses.items():  # All are waited for, whichever fails.
                 try:
                     arrays.update(response.result())
                 except (OSError, ValueError, KeyError) as error:
-                    raise failed(file, error) from error
+                    errors.append(failed(file, error))
+            if errors:
+                raise errors[0]
             return arrays
 
         return wait
@@ -221,7 +231,7 @@ def _check(
     Raises:
       CheckpointError: A tensor is missing, unknown, has another shape or dtype, or lacks its scales.
     """
-    is_ignored = ignored if callable(ignored) else _matcher(ignored)
+    is_ignored = ignored if callable(ignored) else _matcher([ignored] if isinstance(ignored, str) else ignored)
     problems: list[str] = []
     missing: list[str] = []
     expected: set[str] = set()

@@ -100,7 +100,13 @@ def fill(
 
     Returns:
       The parameters by name, in the order of `specs`.
+
+    Raises:
+      ValueError: The declarations contradict themselves or the mesh, or `dtype` is not one of floating point.
+      CheckpointError: Sources that are placed together differ in shape or dtype.
     """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be a floating point type, got {dtype}")
     _check_unique(specs)
     writes = [
         w for name, spec in specs.items() for w in _writes(plan(name, spec, mesh, rows_only), stored, max_batch_bytes)

@@ -101,6 +101,7 @@ def test_convert_equals_save_whatever_the_mesh(tmp_path):
     assert_restores(tmp_path / "tp1", some_specs(2, FEW), make_mesh(tp=2), bfloat16)
 
 
+@pytest.mark.quick
 def test_explicit_meshes(tmp_path):
     mesh = jax.make_mesh((1, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
