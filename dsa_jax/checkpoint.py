@@ -2,6 +2,7 @@
 
 import collections
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from dsa_jax.checkpoint_report import Description, describe, find_nonfinite
 from dsa_jax.filling import Reader, StoredTensor, batches, fill, progress_bar, source_bytes
 from dsa_jax.native_checkpoint import (
     DEFAULT_BYTES_IN_FLIGHT,
+    Piece,
     cut,
     is_native,
     load_native,
@@ -40,7 +42,7 @@ __all__ = [
     "save_native",
 ]
 
-# Tensors that may be present and are not read: a predicate of the name, or shell patterns.
+# Tensors that may be present and are not read: a predicate of the name, or shell patterns (a string is one pattern).
 Ignored = Callable[[str], bool] | Sequence[str]
 
 # dtypes whose values a parameter can take; FP8 only with its scales.
@@ -65,7 +67,8 @@ def load_safetensors(
 
     All headers are checked against the parameters before a weight is read. Orbax then reads the bytes that each device
     needs, in the stored dtype and in batches of bounded size; programs on the devices cast, dequantize and put them
-    where they belong. A dimension that is padded on this mesh and split over it is read whole by every rank.
+    where they belong. A tensor that a mesh splits by columns, or whose split dimension is padded, goes whole to every
+    rank and is cut there.
 
     Args:
       folder: Folder with one `model.safetensors`, or several files and their index.
@@ -94,7 +97,15 @@ def load_safetensors(
     limit = _batch_bytes(max_bytes_in_flight)
     with progress_bar(source_bytes(specs.values(), stored), "loading", progress) as bar:
         return fill(
-            specs, stored, mesh, dtype, reader, max_batch_bytes=limit, block_size=block_size, advance=bar.update
+            specs,
+            stored,
+            mesh,
+            dtype,
+            reader,
+            max_batch_bytes=limit,
+            rows_only=True,
+            block_size=block_size,
+            advance=bar.update,
         )
 
 
@@ -136,13 +147,26 @@ def convert(
     pieces = pieces_of(specs)
     reader = _reader(Path(folder), headers, max_bytes_in_flight)
     limit = _batch_bytes(max_bytes_in_flight)
+
+    def nbytes(piece: Piece) -> int:
+        converted = jnp.dtype(dtype if piece.spec.dtype is None else piece.spec.dtype)
+        return max(source_bytes([piece.spec], stored), math.prod(piece.shape) * converted.itemsize)
+
     with progress_bar(source_bytes(specs.values(), stored), "converting", progress) as bar:
 
         def parts() -> Iterator[dict[str, jax.Array]]:
-            for batch in batches(pieces, lambda piece: source_bytes([piece.spec], stored), limit):
+            for batch in batches(pieces, nbytes, limit):
                 part = {piece.name: piece.spec for piece in batch}
                 arrays = fill(
-                    part, stored, mesh, dtype, reader, max_batch_bytes=limit, block_size=block_size, advance=bar.update
+                    part,
+                    stored,
+                    mesh,
+                    dtype,
+                    reader,
+                    max_batch_bytes=limit,
+                    rows_only=True,
+                    block_size=block_size,
+                    advance=bar.update,
                 )
                 yield {piece.name: cut(arrays[piece.name], None, piece.shape) for piece in batch}
 
@@ -180,11 +204,14 @@ def _reader(folder: Path, headers: Mapping[str, TensorHeader], max_bytes_in_flig
 
         def wait() -> dict[str, jax.Array]:
             arrays: dict[str, jax.Array] = {}
-            for file, response in responses.items():
+            errors: list[CheckpointError] = []
+            for file, response in responses.items():  # All are waited for, whichever fails.
                 try:
                     arrays.update(response.result())
                 except (OSError, ValueError, KeyError) as error:
-                    raise failed(file, error) from error
+                    errors.append(failed(file, error))
+            if errors:
+                raise errors[0]
             return arrays
 
         return wait
@@ -204,7 +231,7 @@ def _check(
     Raises:
       CheckpointError: A tensor is missing, unknown, has another shape or dtype, or lacks its scales.
     """
-    is_ignored = ignored if callable(ignored) else _matcher(ignored)
+    is_ignored = ignored if callable(ignored) else _matcher([ignored] if isinstance(ignored, str) else ignored)
     problems: list[str] = []
     missing: list[str] = []
     expected: set[str] = set()

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 from dsa_jax.params import ParamSpec
-from dsa_jax.placement import Column, Placement, plan, write
+from dsa_jax.placement import Column, Placement, axes_size, plan, write
 from dsa_jax.safetensors_headers import CheckpointError
 
 # Columns in one program: enough to hide the cost of a call, few enough to compile quickly.
@@ -60,6 +61,7 @@ class _Write:
     columns: tuple[Column, ...]
     count: int
     nbytes: int
+    device_bytes: int
     position: tuple[str, int]
 
     def names(self) -> Iterator[tuple[int, str]]:
@@ -78,6 +80,7 @@ def fill(
     read: Reader,
     *,
     max_batch_bytes: int,
+    rows_only: bool,
     block_size: tuple[int, int] | None = None,
     advance: Callable[[int], object] = lambda nbytes: None,
 ) -> dict[str, jax.Array]:
@@ -89,15 +92,25 @@ def fill(
       mesh: Mesh that holds the parameters.
       dtype: dtype of the parameters that declare none.
       read: Starts to read a batch.
-      max_batch_bytes: Bytes of a batch; one column of sources is read whole even if it takes more.
+      max_batch_bytes: Bytes of a batch, all copies on the devices counted; one column of sources is read whole even if
+        it takes more.
+      rows_only: Whether `read` is slow for parts of tensors that are not contiguous, as in `plan`.
       block_size: Rows and columns of a quantization block.
       advance: Told the bytes placed, as they are placed; `source_bytes` is their sum.
 
     Returns:
       The parameters by name, in the order of `specs`.
+
+    Raises:
+      ValueError: The declarations contradict themselves or the mesh, or `dtype` is not one of floating point.
+      CheckpointError: Sources that are placed together differ in shape or dtype.
     """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be a floating point type, got {dtype}")
     _check_unique(specs)
-    writes = [w for name, spec in specs.items() for w in _writes(plan(name, spec, mesh), stored, max_batch_bytes)]
+    writes = [
+        w for name, spec in specs.items() for w in _writes(plan(name, spec, mesh, rows_only), stored, max_batch_bytes)
+    ]
     writes.sort(key=lambda w: w.position)
     buffers: dict[str, jax.Array] = {}
     waiting: collections.deque[tuple[list[_Write], Callable[[], Mapping[str, jax.Array]]]] = collections.deque()
@@ -115,7 +128,7 @@ def fill(
 
     with contextlib.ExitStack() as stack:
         stack.callback(_drain, waiting)
-        for batch in batches(writes, lambda w: w.nbytes, max_batch_bytes):
+        for batch in batches(writes, lambda w: w.device_bytes, max_batch_bytes):
             waiting.append((batch, read(_wanted(batch, stored))))
             if len(waiting) == _BATCHES_IN_FLIGHT:
                 finish()
@@ -164,12 +177,19 @@ def _writes(placement: Placement, stored: Mapping[str, StoredTensor], max_batch_
     def nbytes(column: Column) -> int:
         return sum(_nbytes(source.name, stored) for source in column.sources if source)
 
+    def device_bytes(column: Column) -> int:
+        source = next(source for source in column.sources if source)
+        split = math.prod(axes_size(placement.mesh, a) for a in placement.source_axes(source.shape))
+        copies = placement.mesh.size // (axes_size(placement.mesh, placement.lead_axes) * split)
+        return nbytes(column) * copies
+
     columns = sorted(placement.columns, key=lambda column: (kind(column), position(column)))
     for _, group in itertools.groupby(columns, key=kind):
         group = list(group)
-        count = max(1, min(_MAX_COLUMNS, len(group), max_batch_bytes // max(1, nbytes(group[0]))))
+        count = max(1, min(_MAX_COLUMNS, len(group), max_batch_bytes // max(1, device_bytes(group[0]))))
         for chosen in itertools.batched(group, count):
-            yield _Write(placement, chosen, count, sum(map(nbytes, chosen)), position(chosen[0]))
+            total, copied = sum(map(nbytes, chosen)), sum(map(device_bytes, chosen))
+            yield _Write(placement, chosen, count, total, copied, position(chosen[0]))
 
 
 def _wanted(batch: Sequence[_Write], stored: Mapping[str, StoredTensor]) -> dict[str, jax.ShapeDtypeStruct]:

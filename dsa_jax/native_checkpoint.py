@@ -261,7 +261,16 @@ def load_native(
 
     with progress_bar(source_bytes(specs.values(), stored), "loading", progress) as bar:
         limit = max_bytes_in_flight // 2
-        return fill(specs, stored, mesh, dtype, native_reader(folder), max_batch_bytes=limit, advance=bar.update)
+        return fill(
+            specs,
+            stored,
+            mesh,
+            dtype,
+            native_reader(folder),
+            max_batch_bytes=limit,
+            rows_only=False,
+            advance=bar.update,
+        )
 
 
 def native_reader(folder: Path | str) -> Reader:

@@ -44,6 +44,7 @@ class Placement:
       mesh: Mesh that holds it.
       lead: How many leading axes of the parameter an index fills.
       columns: Its sources.
+      rows_only: Split sources by their first dimension at most, and send them whole otherwise.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Placement:
     mesh: Mesh
     lead: int
     columns: tuple[Column, ...]
+    rows_only: bool
 
     @property
     def lead_axes(self) -> Axes:
@@ -60,7 +62,8 @@ class Placement:
     def source_axes(self, shape: tuple[int, ...]) -> tuple[Axes, ...]:
         """Mesh axes that split each dimension of a source; not of a padded one, whose parts would not match."""
         axes = split_axes(self.spec.spec, len(self.spec.shape))[self.lead :]
-        return tuple(a if s == t else () for a, s, t in zip(axes, shape, self.spec.shape[self.lead :], strict=True))
+        wanted = enumerate(zip(axes, shape, self.spec.shape[self.lead :], strict=True))
+        return tuple(a if s == t and not (self.rows_only and dim) else () for dim, (a, s, t) in wanted)
 
     def source_sharding(self, rank: int, axes: Sequence[Axes]) -> NamedSharding:
         """Devices that a source of rank `rank` is read to, each dimension split over `axes`."""
@@ -96,8 +99,15 @@ def _rank_meshes(mesh: Mesh, axes: Axes) -> tuple[Mesh, ...]:
     return tuple(Mesh(devices, others) for devices in grid)
 
 
-def plan(name: str, spec: ParamSpec, mesh: Mesh) -> Placement:
+def plan(name: str, spec: ParamSpec, mesh: Mesh, rows_only: bool) -> Placement:
     """Pair the sources of a parameter over the ranks that own them.
+
+    Args:
+      name: Name of the parameter.
+      spec: Its declaration.
+      mesh: Mesh that holds it.
+      rows_only: Split sources by their first dimension at most. Parts by another one are many short runs of bytes in a
+        file; to send the whole tensor to the devices and cut it there is faster.
 
     Raises:
       ValueError: The declaration contradicts itself or does not fit the mesh.
@@ -126,7 +136,7 @@ def plan(name: str, spec: ParamSpec, mesh: Mesh) -> Placement:
         if column[rank] is not None:
             raise ValueError(f"parameter {name}: {source} and {column[rank]} fill the same part")
         column[rank] = source
-    return Placement(name, spec, mesh, lead, tuple(Column(i, tuple(s)) for i, s in columns.items()))
+    return Placement(name, spec, mesh, lead, tuple(Column(i, tuple(s)) for i, s in columns.items()), rows_only)
 
 
 def write(
@@ -204,7 +214,7 @@ def _writer(
             rows, columns = (jax.lax.axis_index(a) * n if a else 0 for a, n in zip(axes, piece.shape, strict=True))
             piece = dequantize_blocks(piece, scale, block_size=block_size, offset=(rows, columns))
         for dim, (wanted, split, size) in enumerate(tail):
-            if wanted and not split:  # A padded dimension came whole: take this rank's part of it.
+            if wanted and not split:  # It came whole: pad it and take this rank's part.
                 widths = [(0, size - n if d == dim else 0, 0) for d, n in enumerate(piece.shape)]
                 padded = jax.lax.pad(piece, jnp.zeros((), piece.dtype), widths)
                 part = size // axes_size(mesh, wanted)

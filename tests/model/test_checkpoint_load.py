@@ -61,7 +61,7 @@ def assert_equal(params, specs, tensors, mesh, dtype):
         ("dsv32", 2, 2, np.float32, ()),
         ("glm5_fp8", 8, 4, np.float32, ()),
         ("glm5_fp8", 1, 1, bfloat16, SOME),
-        ("glm5_fp8", 2, 1, np.float32, SOME),
+        pytest.param("glm5_fp8", 2, 1, np.float32, SOME, marks=pytest.mark.quick),
     ],
 )
 def test_parameters_hold_the_checkpoint_bit_for_bit(variant, tp, dcp, dtype, only):
@@ -139,25 +139,25 @@ def test_links_of_a_download_cache_are_followed(tmp_path):
 
 
 def test_compiled_programs_do_not_grow_with_the_tensors(tmp_path):
-    """32 layers of 16 experts need as many programs as 2 layers of 4."""
+    """37 layers of 16 experts, which fill no whole number of calls, need as many programs as 2 layers of 8."""
     counts = []
     compiles = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: compiles.append(event) if event.endswith("backend_compile_duration") else None
     )
     mesh = make_mesh(tp=8, dcp=8)
-    for layers, experts in ((2, 4), (32, 16)):
+    for layers, experts in ((2, 8), (37, 16)):
         folder = tmp_path / str(layers)
         folder.mkdir()
         tensors = {f"{i}.{e}": np.full((8, 4), i * 16 + e, np.float32) for i in range(layers) for e in range(experts)}
         write_file(folder / "model.safetensors", tensors)
         sources = tuple(Source(f"{i}.{e}", (8, 4), (i, e)) for i in range(layers) for e in range(experts))
-        spec = ParamSpec((layers, max(experts, 8), 8, 4), None, PartitionSpec(None, TP_AXES), sources)
+        spec = ParamSpec((layers, experts, 8, 4), None, PartitionSpec(None, TP_AXES), sources)
         compiles.clear()
         params = load_safetensors(folder, {"w": spec}, mesh, jnp.bfloat16, progress=False)
         counts.append(len(compiles))
         assert_equal(params, {"w": spec}, tensors, mesh, bfloat16)
-    assert 0 < counts[1] <= counts[0] <= 10, counts
+    assert 0 < counts[1] == counts[0] <= 4, counts
 
 
 def test_progress_is_shown_on_stderr_in_bytes(tmp_path, capsys):
@@ -185,8 +185,15 @@ def test_a_declaration_that_contradicts_itself_is_refused(tmp_path, shape, spec,
     write_file(tmp_path / "model.safetensors", {n: np.zeros(s, np.float32) for n, s in (names or {"w": (8,)}).items()})
     with pytest.raises(ValueError, match=message):
         load_safetensors(
-            tmp_path, {"p": ParamSpec(shape, None, spec, sources)}, make_mesh(tp=8), jnp.float32, ignored="*"
+            tmp_path, {"p": ParamSpec(shape, None, spec, sources)}, make_mesh(tp=8), jnp.float32, ignored=["*"]
         )
+
+
+def test_a_dtype_that_is_not_floating_point_is_refused(tmp_path):
+    write_file(tmp_path / "model.safetensors", {"w": np.ones(3, np.float32)})
+    specs = {"w": ParamSpec((3,), None, PartitionSpec(), (Source("w", (3,)),))}
+    with pytest.raises(ValueError, match="int8"):
+        load_safetensors(tmp_path, specs, make_mesh(), jnp.int8, progress=False)
 
 
 def test_a_mesh_of_other_axes_is_refused(tmp_path):

@@ -33,6 +33,7 @@ TENSORS = read_tensors(FP8)
 SOME = (
     "lm_head.weight",
     "self_attn.q_b_proj.weight",
+    "self_attn.o_proj.weight",
     "mlp.experts.up_proj.weight",
     "self_attn.indexer.k_norm.bias",
     "mlp.gate.e_score_correction_bias",
@@ -100,6 +101,7 @@ def test_convert_equals_save_whatever_the_mesh(tmp_path):
     assert_restores(tmp_path / "tp1", some_specs(2, FEW), make_mesh(tp=2), bfloat16)
 
 
+@pytest.mark.quick
 def test_explicit_meshes(tmp_path):
     mesh = jax.make_mesh((1, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):

@@ -9,6 +9,7 @@ import pytest
 from dsa_jax.quantization import dequantize_blocks, scale_shape
 from tests.model.checkpoint_cases import bits, dequantize
 
+pytestmark = pytest.mark.quick
 jitted = jax.jit(dequantize_blocks, static_argnames="block_size")
 
 
