@@ -5,31 +5,38 @@ The model: `from_pretrained`, `Batch`, `generate`, `stream`. The operations for 
 """
 
 from dsa_jax.api import convert, from_pretrained
-from dsa_jax.cache import PagedCache
+from dsa_jax.cache import CacheGeometry, PagedCache
 from dsa_jax.config import ConfigError, ModelConfig
-from dsa_jax.generate import GenerateOptions, Generation, TokenEvent, generate, stream
-from dsa_jax.layers.decoder import Execution
+from dsa_jax.engine import Engine, EngineOptions, TokenEvent
+from dsa_jax.generate import GenerateOptions, Generation, generate, stream
 from dsa_jax.model import Model
+from dsa_jax.page_allocator import OutOfPagesError
 from dsa_jax.prefill import Batch, PrefillResult, prefill
 from dsa_jax.safetensors_headers import CheckpointError
 from dsa_jax.sampling import SamplingConfig
-from dsa_jax.step import StepRunner
+from dsa_jax.step import Execution, StepRunner
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.sparse_mla import merge_partials, sparse_mla
 from pallas_kernels.topk import topk
 from sharding.mesh import make_mesh
+from sharding.policy import PrefillPolicy
 
 __all__ = [
     "Batch",
+    "CacheGeometry",
     "CheckpointError",
     "ConfigError",
+    "Engine",
+    "EngineOptions",
     "Execution",
     "GenerateOptions",
     "Generation",
     "Model",
     "ModelConfig",
+    "OutOfPagesError",
     "PagedCache",
+    "PrefillPolicy",
     "PrefillResult",
     "SamplingConfig",
     "StepRunner",

@@ -1,4 +1,4 @@
-"""Host-side description of a step: which tokens of which requests, built with numpy and checked."""
+"""Host-side description of a step: which tokens of which requests, built with numpy int64 and checked."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,9 +8,14 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from dsa_jax.cache import CacheGeometry
+from sharding.local_keys import key_layout, rows_needed
 from sharding.mesh import DATA
+from sharding.row_partition import RowPlan
 
 INT32_MAX = np.iinfo(np.int32).max
+MIN_ROWS = 8
+MIN_KEYS = 128
 
 
 @jax.tree_util.register_dataclass
@@ -18,31 +23,30 @@ INT32_MAX = np.iinfo(np.int32).max
 class StepInputs:
     """Arrays of one step, those of the data groups one after another along the first axis.
 
-    Of each group: T rows, R requests, P pages a request; all padded to buckets.
+    Of each group: T rows, R requests, P pages a request; all padded to buckets. The rows of a request follow one
+    another; requests with a single row, which decode, come first. Positions and slots follow from the lengths, on the
+    device: see `sharding.rows` and `sharding.ownership`.
 
     Attributes:
       tokens: Token ids [T] int32.
-      positions: Position of each row in its request [T] int32.
-      request_ids: Request of each row [T] int32, -1 on padding rows.
-      slot_mapping: Where each row's record goes, page * page_size + offset [T] int32, -1 on padding rows.
-      context_lens: Tokens of each request in the cache before the step [R] int32.
+      query_start_loc: First row of each request and the number of real rows [R + 1] int32.
       seq_lens: Tokens of each request after the step [R] int32, 0 for padding requests.
       block_table: Pages of each request [R, P] int32, -1 where it has none.
       logits_rows: Rows whose logits are wanted [M] int32.
+      plan: Which rank selects for which rows, or None where every rank does for all.
     """
 
     tokens: jax.Array
-    positions: jax.Array
-    request_ids: jax.Array
-    slot_mapping: jax.Array
-    context_lens: jax.Array
+    query_start_loc: jax.Array
     seq_lens: jax.Array
     block_table: jax.Array
     logits_rows: jax.Array
+    plan: RowPlan | None = None
 
 
-_BY_GROUP: Any = PartitionSpec(DATA)
-STEP_SPEC = StepInputs(**{field.name: _BY_GROUP for field in dataclasses.fields(StepInputs)})
+def step_specs(inputs: StepInputs) -> StepInputs:
+    """Mesh axes of a step's arrays."""
+    return jax.tree.map(lambda _: PartitionSpec(DATA), inputs)
 
 
 @dataclasses.dataclass
@@ -66,6 +70,11 @@ class Request:
         """Tokens that no step has processed yet."""
         return len(self.tokens) - self.cached
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the request goes on by a single token."""
+        return self.pending == 1 and self.cached > 0
+
     def append(self, token: int) -> None:
         """Add a token at the end."""
         self.tokens = np.append(self.tokens, np.int64(token))
@@ -78,34 +87,49 @@ class Piece:
     Attributes:
       request: Index of the request in the batch.
       first_row: Its first row, counted over all data groups' padded rows.
-      first_token: Position of the first token.
       count: Number of rows.
       logits_row: Row of the step's logits that belongs to its last token, when logits of last rows are wanted.
     """
 
     request: int
     first_row: int
-    first_token: int
     count: int
     logits_row: int
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupLengths:
+    """Lengths of one data group's requests in a step, for planning on the host.
+
+    Attributes:
+      seq_lens: Tokens of each request after the step [requests] int64.
+      query_lens: Its rows in the step [requests] int64.
+    """
+
+    seq_lens: np.ndarray
+    query_lens: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
-    """A step ready to run.
+    """A step ready to be planned and run.
 
     Attributes:
       inputs: Its arrays, numpy int32 on the host.
-      key_capacity: N, how many keys the buffers of one data group hold.
+      ckv_rows: Rows of the buffer that holds a rank's records of the step.
+      index_rows: Rows of the buffer that holds a rank's index keys.
       pieces: Which rows belong to which request.
+      lengths: Lengths in each data group.
     """
 
     inputs: StepInputs
-    key_capacity: int
+    ckv_rows: int
+    index_rows: int
     pieces: tuple[Piece, ...]
+    lengths: tuple[GroupLengths, ...]
 
 
-def bucket(value: int, minimum: int = 8) -> int:
+def bucket(value: int, minimum: int = MIN_ROWS) -> int:
     """Round up to a power of two, at least `minimum`, so that few shapes are compiled."""
     return max(minimum, 1 << max(0, value - 1).bit_length())
 
@@ -136,59 +160,83 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_length:
     return checked
 
 
-def choose_pieces(requests: Sequence[Request], group: int, chunk_size: int) -> list[tuple[int, int]]:
-    """Requests and row counts of one group's next step: pending tokens in order, `chunk_size` rows at most."""
+def choose_rows(requests: Sequence[Request], group: int, chunk_size: int) -> list[tuple[int, int]]:
+    """Requests of one group's next step and their row counts, at most `chunk_size` rows in all.
+
+    Decode rows come first, so that a long prompt never makes them wait; then the pending tokens of prompts, in order.
+    """
     chosen, left = [], chunk_size
-    for i, request in enumerate(requests):
-        if request.group == group and request.pending and left:
-            count = min(request.pending, left)
+    mine = [i for i, request in enumerate(requests) if request.group == group and request.pending]
+    for i in sorted(mine, key=lambda i: not requests[i].decodes):
+        count = min(requests[i].pending, left)
+        if count:
             chosen.append((i, count))
             left -= count
     return chosen
 
 
-def _fill_group(
-    arrays: dict[str, np.ndarray], requests: Sequence[Request], chosen: list[tuple[int, int]], page_size: int
-) -> list[tuple[int, int, int, int]]:
-    """Fill one group's rows; returns (request, first row, first token, count) of each piece."""
-    row, runs = 0, []
-    for r, (i, count) in enumerate(chosen):
-        request = requests[i]
-        positions = request.cached + np.arange(count, dtype=np.int64)
-        pages = request.pages[positions // page_size]
-        rows = slice(row, row + count)
-        arrays["tokens"][rows] = request.tokens[positions]
-        arrays["positions"][rows] = positions
-        arrays["request_ids"][rows] = r
-        arrays["slot_mapping"][rows] = pages * page_size + positions % page_size
-        arrays["context_lens"][r] = request.cached
-        arrays["seq_lens"][r] = request.cached + count
-        arrays["block_table"][r, : len(request.pages)] = request.pages
-        arrays["last_rows"][r] = row + count - 1
-        runs.append((i, row, request.cached, count))
-        row += count
-    return runs
-
-
-def _keys(request: Request, count: int, page_size: int) -> int:
-    """Room for a request's keys in a step.
+def _key_rows(
+    requests: Sequence[Request], chosen: list[list[tuple[int, int]]], geometry: CacheGeometry, ranks: int
+) -> int:
+    """Rows that the fullest rank of any group needs for the step's keys, rounded up to a bucket.
 
     A decode row takes the room of all its request's pages, so that a growing request keeps one compiled program.
     """
-    decode = count == 1 and request.cached > 0
-    return len(request.pages) * page_size if decode else request.cached + count
+    most = 0
+    for entries in chosen:
+        rooms = [
+            len(requests[i].pages) * geometry.tokens_per_page if requests[i].decodes else requests[i].cached + count
+            for i, count in entries
+        ]
+        layout = key_layout(np.array(rooms or [0], np.int64), ranks=ranks, interleave=geometry.interleave)
+        most = max(most, rows_needed(layout))
+    rows = bucket(most, MIN_KEYS)
+    if rows * ranks > INT32_MAX:
+        raise ValueError(f"a step over {rows * ranks} keys does not fit int32: at most {INT32_MAX}")
+    return rows
+
+
+def _group_arrays(
+    requests: Sequence[Request], chosen: list[tuple[int, int]], rows: int, slots: int, table: int
+) -> dict[str, np.ndarray]:
+    """One group's arrays, `last_rows` among them: the last row of each request."""
+    counts = np.array([count for _, count in chosen], np.int64)
+    ends = np.cumsum(counts)
+    arrays = {
+        "tokens": np.zeros(rows, np.int64),
+        "query_start_loc": np.full(slots + 1, counts.sum(), np.int64),
+        "seq_lens": np.zeros(slots, np.int64),
+        "block_table": np.full((slots, table), -1, np.int64),
+        "last_rows": np.zeros(slots, np.int64),
+    }
+    for r, (i, count) in enumerate(chosen):
+        request = requests[i]
+        arrays["tokens"][ends[r] - count : ends[r]] = request.tokens[request.cached : request.cached + count]
+        arrays["query_start_loc"][r] = ends[r] - count
+        arrays["seq_lens"][r] = request.cached + count
+        arrays["block_table"][r, : len(request.pages)] = request.pages
+        arrays["last_rows"][r] = ends[r] - 1
+    return arrays
+
+
+def _check_room(requests: Sequence[Request], chosen: list[list[tuple[int, int]]], geometry: CacheGeometry) -> None:
+    for i, count in (entry for entries in chosen for entry in entries):
+        needed = -(-(requests[i].cached + count) // geometry.tokens_per_page)
+        if needed > len(requests[i].pages):
+            tokens = geometry.tokens_per_page
+            raise ValueError(f"request {i} needs {needed} pages of {tokens} tokens, has {len(requests[i].pages)}")
 
 
 def build_step(
-    requests: Sequence[Request], *, groups: int, chunk_size: int, page_size: int, logits: str = "last"
+    requests: Sequence[Request], geometry: CacheGeometry, *, groups: int, chunk_size: int, logits: str = "last"
 ) -> Step | None:
     """Describe the next step of `requests`.
 
     Args:
       requests: All requests; those with pending tokens take part.
+      geometry: Of the cache.
       groups: Number of data groups.
       chunk_size: Most rows a group.
-      page_size: Tokens a page.
       logits: "all" rows, the "last" row of each request, or "none".
 
     Returns:
@@ -201,44 +249,33 @@ def build_step(
         raise ValueError(f"chunk_size must be positive, got {chunk_size=}")
     if logits not in ("all", "last", "none"):
         raise ValueError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
-    chosen = [choose_pieces(requests, group, chunk_size) for group in range(groups)]
+    chosen = [choose_rows(requests, group, chunk_size) for group in range(groups)]
     if not any(chosen):
         return None
-    for i, count in (entry for entries in chosen for entry in entries):
-        needed = -(-(requests[i].cached + count) // page_size)
-        if needed > len(requests[i].pages):
-            raise ValueError(f"request {i} needs {needed} pages of {page_size} tokens, has {len(requests[i].pages)}")
+    _check_room(requests, chosen, geometry)
     rows = bucket(max(sum(count for _, count in entries) for entries in chosen))
     slots = bucket(max(len(entries) for entries in chosen), minimum=1)
     table = bucket(max(len(requests[i].pages) for entries in chosen for i, _ in entries), minimum=1)
-    keys = max(sum(_keys(requests[i], count, page_size) for i, count in entries) for entries in chosen)
-    if keys > INT32_MAX // 2:
-        raise ValueError(f"a step over {keys} keys is too large: at most {INT32_MAX // 2}")
-
-    per_group, pieces = [], []
+    stacked: dict[str, list[np.ndarray]] = {}
+    pieces, lengths = [], []
     for group, entries in enumerate(chosen):
-        arrays = {
-            "tokens": np.zeros(rows, np.int64),
-            "positions": np.zeros(rows, np.int64),
-            "request_ids": np.full(rows, -1, np.int64),
-            "slot_mapping": np.full(rows, -1, np.int64),
-            "context_lens": np.zeros(slots, np.int64),
-            "seq_lens": np.zeros(slots, np.int64),
-            "block_table": np.full((slots, table), -1, np.int64),
-            "last_rows": np.zeros(slots, np.int64),
-        }
-        runs = _fill_group(arrays, requests, entries, page_size)
+        arrays = _group_arrays(requests, entries, rows, slots, table)
         pieces += [
-            Piece(i, group * rows + row, token, count, group * slots + r)
-            for r, (i, row, token, count) in enumerate(runs)
+            Piece(i, group * rows + int(arrays["query_start_loc"][r]), count, group * slots + r)
+            for r, (i, count) in enumerate(entries)
         ]
+        count = len(entries)
+        lengths.append(GroupLengths(arrays["seq_lens"][:count], np.array([c for _, c in entries], np.int64)))
         last_rows = arrays.pop("last_rows")
         wanted = {"all": np.arange(rows), "last": last_rows, "none": np.zeros(0, np.int64)}
         arrays["logits_rows"] = wanted[logits]
-        per_group.append(arrays)
-    stacked = {name: np.concatenate([arrays[name] for arrays in per_group]) for name in per_group[0]}
-    if stacked["slot_mapping"].max() > INT32_MAX:
-        raise ValueError(f"slot {stacked['slot_mapping'].max()} does not fit int32: use fewer or smaller pages")
-    int32: dict[str, Any] = {name: array.astype(np.int32) for name, array in stacked.items()}
-    inputs = StepInputs(**int32)
-    return Step(inputs, bucket(keys, minimum=128), tuple(pieces))
+        for name, array in arrays.items():
+            stacked.setdefault(name, []).append(array)
+    int32: dict[str, Any] = {name: np.concatenate(parts).astype(np.int32) for name, parts in stacked.items()}
+    return Step(
+        inputs=StepInputs(**int32),
+        ckv_rows=_key_rows(requests, chosen, geometry, geometry.dcp),
+        index_rows=_key_rows(requests, chosen, geometry, geometry.index_shards),
+        pieces=tuple(pieces),
+        lengths=tuple(lengths),
+    )

@@ -1,21 +1,13 @@
-"""Generation: chunked prefill, then one row a request and step, all through the same jitted step."""
+"""Generation from a list of prompts."""
 
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-
-from dsa_jax.batch import Step, build_step
-from dsa_jax.cache import DEFAULT_PAGE_SIZE, init_cache
-from dsa_jax.layers.decoder import Execution
+from dsa_jax.batch import check_prompts
+from dsa_jax.engine import Engine, EngineOptions, TokenEvent
 from dsa_jax.model import Model
-from dsa_jax.prefill import DEFAULT_CHUNK_SIZE, Batch
-from dsa_jax.sampling import SamplingConfig, request_keys, sample
-from dsa_jax.step import StepRunner
+from dsa_jax.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,40 +16,25 @@ class GenerateOptions:
 
     Attributes:
       max_new_tokens: Most new tokens for each prompt.
-      sampling: How tokens are drawn; greedy by default.
+      sampling: How tokens are drawn; greedy by default. Prompt i draws with the seed plus i.
       ignore_eos: Whether to go on past end-of-sequence tokens.
-      chunk_size: Most rows of a step for each data group.
-      page_size: Tokens a cache page.
-      execution: How the operations run.
+      max_pages: Pages of the cache of each data group, or None for as many as all prompts need together. With fewer,
+        prompts wait until others have ended.
+      engine: How requests are kept and run.
     """
 
     max_new_tokens: int = 128
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     ignore_eos: bool = False
-    chunk_size: int = DEFAULT_CHUNK_SIZE
-    page_size: int = DEFAULT_PAGE_SIZE
-    execution: Execution = dataclasses.field(default_factory=Execution)
+    max_pages: int | None = None
+    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 
     def __post_init__(self):
         """Check the sizes."""
-        for name in ("max_new_tokens", "chunk_size", "page_size"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {name}={getattr(self, name)}")
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenEvent:
-    """One new token.
-
-    Attributes:
-      request: Index of the prompt.
-      token: The token's id.
-      finished: "eos" or "length" with the last token of a request, else None.
-    """
-
-    request: int
-    token: int
-    finished: str | None
+        for name in ("max_new_tokens", "max_pages"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {name}={value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +46,7 @@ class Generation:
       finished: "eos" or "length" for each prompt.
       ttft_s: Seconds from the start to the first new token, compilation not counted.
       tokens_per_s: New tokens of all prompts over the seconds from start to end, compilation not counted.
-      compile_s: Seconds spent compiling; 0 when every shape was met before.
+      compile_s: Seconds spent compiling steps; 0 when every shape was met before.
     """
 
     tokens: list[list[int]]
@@ -79,82 +56,59 @@ class Generation:
     compile_s: float
 
 
-class _Sampler:
-    """Draws the tokens of a step's rows, each request from random numbers of its own."""
+def make_engine(model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions) -> Engine:
+    """An engine with the prompts queued.
 
-    def __init__(self, model: Model, sampling: SamplingConfig):
-        self.vocab = model.config.vocab_size
-        self.sampling = sampling
-        self.replicated = NamedSharding(model.mesh, PartitionSpec())
+    Raises:
+      ValueError: A prompt or an option is out of range.
+      OutOfPagesError: A prompt needs more than `max_pages` pages.
+    """
+    config = model.config
+    arrays = check_prompts(prompts, config.vocab_size, config.max_position_embeddings)
+    geometry = options.engine.geometry(model)
+    pages = options.max_pages
+    if pages is None:
+        lengths = [min(len(a) + options.max_new_tokens - 1, config.max_position_embeddings) for a in arrays]
+        pages = sum(-(-length // geometry.tokens_per_page) for length in lengths)
+    engine = Engine(model, pages, options.engine)
+    for i, array in enumerate(arrays):
+        # Equal prompts of one call must not draw equal tokens.
+        sampling = dataclasses.replace(options.sampling, seed=(options.sampling.seed + i) % 2**32)
+        engine.add(
+            array,  # type: ignore[arg-type]
+            max_new_tokens=options.max_new_tokens,
+            sampling=sampling,
+            ignore_eos=options.ignore_eos,
+        )
+    return engine
 
-    def __call__(self, logits: jax.Array, step: Step, drawn: Sequence[int]) -> np.ndarray:
-        """Token of each logits row; `drawn` counts the tokens each request has drawn so far."""
-        seeds = np.zeros(logits.shape[0], np.uint32)
-        steps = np.zeros(logits.shape[0], np.int32)
-        for piece in step.pieces:
-            # Equal prompts of one call must not draw equal tokens.
-            seeds[piece.logits_row] = (self.sampling.seed + piece.request) % 2**32
-            steps[piece.logits_row] = drawn[piece.request]
-        logits = jax.device_put(logits, self.replicated)[:, : self.vocab]
-        sampling = self.sampling
-        keys = request_keys(jnp.asarray(seeds), jnp.asarray(steps))
-        return np.asarray(sample(logits, keys, sampling.temperature, sampling.top_k, sampling.top_p))
+
+def run(engine: Engine) -> Iterator[TokenEvent]:
+    """Every token of an engine's requests, as they come."""
+    while not engine.idle:
+        yield from engine.step()
 
 
 def stream(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    options: GenerateOptions | None = None,
-    *,
-    runner: StepRunner | None = None,
+    model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions | None = None, **overrides
 ) -> Iterator[TokenEvent]:
     """Generate token by token.
 
     Args:
       model: The model.
       prompts: Token ids of each prompt.
-      options: How to generate.
-      runner: Runs the steps, to share its count of compile time; None makes one.
+      options: How to generate; None takes the defaults.
+      **overrides: Fields of `GenerateOptions` to replace.
 
-    Yields:
-      Each new token, those of one step in the order of the prompts.
+    Returns:
+      An iterator over the new tokens, those of one step in the order of the prompts.
 
     Raises:
-      ValueError: A prompt or an option is out of range; raised when iteration starts.
+      ValueError: A prompt or an option is out of range.
+      OutOfPagesError: A prompt needs more than `max_pages` pages.
     """
-    options = GenerateOptions() if options is None else options
-    runner = StepRunner(model, options.execution) if runner is None else runner
-    config, groups = model.config, model.mesh.shape["data"]
-    batch = Batch.from_prompts(
-        prompts, config, max_new_tokens=options.max_new_tokens, page_size=options.page_size, groups=groups
-    )
-    cache = init_cache(config, batch.pages, options.page_size, model.dtype, model.mesh)
-    sampler = _Sampler(model, options.sampling)
-    drawn = [0] * len(batch.requests)
-    while True:
-        step = build_step(batch.requests, groups=groups, chunk_size=options.chunk_size, page_size=options.page_size)
-        if step is None:
-            return
-        outputs = runner(step, cache)
-        cache = outputs.cache
-        for piece in step.pieces:
-            batch.requests[piece.request].cached += piece.count
-        ready = [piece for piece in step.pieces if batch.requests[piece.request].pending == 0]
-        if not ready:
-            continue
-        tokens = sampler(outputs.logits, step, drawn)
-        for piece in sorted(ready, key=lambda piece: piece.request):
-            i, token = piece.request, int(tokens[piece.logits_row])
-            request = batch.requests[i]
-            drawn[i] += 1
-            finished = None
-            if token in config.eos_token_ids and not options.ignore_eos:
-                finished = "eos"
-            elif drawn[i] == options.max_new_tokens or len(request.tokens) >= config.max_position_embeddings:
-                finished = "length"
-            else:
-                request.append(token)
-            yield TokenEvent(i, token, finished)
+    options = dataclasses.replace(GenerateOptions() if options is None else options, **overrides)
+    return run(make_engine(model, prompts, options))
 
 
 def generate(
@@ -173,17 +127,18 @@ def generate(
 
     Raises:
       ValueError: A prompt or an option is out of range.
+      OutOfPagesError: A prompt needs more than `max_pages` pages.
     """
     options = dataclasses.replace(GenerateOptions() if options is None else options, **overrides)
-    runner = StepRunner(model, options.execution)
+    engine = make_engine(model, prompts, options)
     tokens: list[list[int]] = [[] for _ in prompts]
     finished = [""] * len(tokens)
     started, first = time.perf_counter(), None
-    for event in stream(model, prompts, options, runner=runner):
+    for event in run(engine):
         if first is None:
-            first = time.perf_counter() - started - runner.compile_seconds
+            first = time.perf_counter() - started - engine.runner.compile_seconds
         tokens[event.request].append(event.token)
         finished[event.request] = event.finished or ""
-    elapsed = max(time.perf_counter() - started - runner.compile_seconds, 1e-9)
+    elapsed = max(time.perf_counter() - started - engine.runner.compile_seconds, 1e-9)
     count = sum(map(len, tokens))
-    return Generation(tokens, finished, first or 0.0, count / elapsed, runner.compile_seconds)
+    return Generation(tokens, finished, first or 0.0, count / elapsed, engine.runner.compile_seconds)

@@ -7,26 +7,27 @@ import jax
 import numpy as np
 
 from dsa_jax.batch import Request, build_step, check_prompts
-from dsa_jax.cache import DEFAULT_PAGE_SIZE, PagedCache
-from dsa_jax.config import ModelConfig
+from dsa_jax.cache import CacheGeometry, PagedCache, init_cache
+from dsa_jax.model import Model
 from dsa_jax.step import StepRunner
+from sharding.mesh import DATA
 
 DEFAULT_CHUNK_SIZE = 2048
 
 
 @dataclasses.dataclass
 class Batch:
-    """Requests that share a cache.
+    """Requests that share a cache made for them.
 
     Attributes:
       requests: The requests, in the order of their prompts.
-      page_size: Tokens a page.
+      geometry: Of the cache.
       groups: Number of data groups.
       pages: Pages that the cache of one data group needs.
     """
 
     requests: list[Request]
-    page_size: int
+    geometry: CacheGeometry
     groups: int
     pages: int
 
@@ -34,38 +35,40 @@ class Batch:
     def from_prompts(
         cls,
         prompts: Sequence[Sequence[int]],
-        config: ModelConfig,
+        model: Model,
         *,
         max_new_tokens: int = 0,
-        page_size: int = DEFAULT_PAGE_SIZE,
-        groups: int = 1,
+        geometry: CacheGeometry | None = None,
     ) -> "Batch":
         """Requests for `prompts`, spread over the data groups by length.
 
         Args:
           prompts: Token ids of each prompt.
-          config: The model's configuration.
+          model: The model that will run them.
           max_new_tokens: Room to leave for each request's new tokens.
-          page_size: Tokens a page.
-          groups: Number of data groups, the mesh's "data" size.
+          geometry: Of the cache; None takes the model's dtype and the default page size.
 
         Raises:
           ValueError: A prompt is empty, too long, or holds an id outside the vocabulary.
         """
-        if page_size <= 0:
-            raise ValueError(f"page_size must be positive, got {page_size=}")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens=}")
+        config, groups = model.config, model.mesh.shape[DATA]
+        geometry = geometry or CacheGeometry.for_model(config, model.mesh, model.dtype)
         arrays = check_prompts(prompts, config.vocab_size, config.max_position_embeddings)
         used = np.zeros(groups, np.int64)
-        requests: list[Request | None] = [None] * len(arrays)
+        requests: dict[int, Request] = {}
         for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i])):
             length = min(len(arrays[i]) + max_new_tokens, config.max_position_embeddings)
-            count = -(-length // page_size)
+            count = -(-length // geometry.tokens_per_page)
             group = int(np.argmin(used))
             requests[i] = Request(arrays[i], used[group] + np.arange(count, dtype=np.int64), group)
             used[group] += count
-        return cls([r for r in requests if r is not None], page_size, groups, max(1, int(used.max())))
+        return cls([requests[i] for i in range(len(arrays))], geometry, groups, max(1, int(used.max())))
+
+    def init_cache(self, model: Model) -> PagedCache:
+        """An empty cache with room for the batch."""
+        return init_cache(model.config, self.geometry, self.pages, model.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,37 +112,34 @@ def prefill(
     Raises:
       ValueError: An option is out of range, or the cache is too small for the batch.
     """
-    groups = runner.model.mesh.shape["data"]
+    groups = runner.model.mesh.shape[DATA]
     if batch.groups != groups:
         raise ValueError(f"batch.groups={batch.groups} must equal the mesh's data size {groups}")
-    if cache.pages < batch.pages * groups or cache.page_size != batch.page_size:
+    if cache.pages < batch.pages * groups or cache.geometry != batch.geometry:
         raise ValueError(
-            f"the cache has {cache.pages // groups} pages of {cache.page_size} tokens a data group,"
-            f" the batch needs {batch.pages} of {batch.page_size}"
+            f"the cache has {cache.pages // groups} pages a data group and geometry {cache.geometry},"
+            f" the batch needs {batch.pages} of {batch.geometry}"
         )
     vocab = runner.model.config.vocab_size
     pieces_logits: list[list[np.ndarray]] = [[] for _ in batch.requests]
     pieces_selected: list[list[np.ndarray]] = [[] for _ in batch.requests]
     while True:
-        step = build_step(
-            batch.requests, groups=groups, chunk_size=chunk_size, page_size=batch.page_size, logits=logits
-        )
+        step = build_step(batch.requests, batch.geometry, groups=groups, chunk_size=chunk_size, logits=logits)
         if step is None:
             break
         outputs = runner(step, cache, return_selected=return_selected)
         cache = outputs.cache
         values = None if logits == "none" else np.asarray(outputs.logits)
-        selected = np.asarray(outputs.selected) if outputs.selected is not None else None
+        selected = None if outputs.selected is None else np.asarray(outputs.selected)
         for piece in step.pieces:
             request = batch.requests[piece.request]
             request.cached += piece.count
             rows = slice(piece.first_row, piece.first_row + piece.count)
-            if logits == "last" and request.pending == 0:
-                rows = slice(piece.logits_row, piece.logits_row + 1)
-            if values is not None and (logits == "all" or request.pending == 0):
-                pieces_logits[piece.request].append(values[rows, :vocab])
             if selected is not None:
-                pieces_selected[piece.request].append(selected[:, piece.first_row : piece.first_row + piece.count])
+                pieces_selected[piece.request].append(selected[:, rows])
+            if values is not None and (logits == "all" or request.pending == 0):
+                wanted = rows if logits == "all" else slice(piece.logits_row, piece.logits_row + 1)
+                pieces_logits[piece.request].append(values[wanted, :vocab])
     return PrefillResult(
         cache=jax.block_until_ready(cache),
         logits=[np.concatenate(p) if p else np.zeros((0, vocab), np.float32) for p in pieces_logits],

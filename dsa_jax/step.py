@@ -6,30 +6,111 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dsa_jax.batch import STEP_SPEC, Step, StepInputs
-from dsa_jax.cache import CACHE_SPEC, PagedCache
-from dsa_jax.layers.decoder import Execution
+from dsa_jax.batch import GroupLengths, Step, StepInputs, step_specs
+from dsa_jax.cache import CacheGeometry, PagedCache, cache_specs
+from dsa_jax.config import ModelConfig
+from dsa_jax.layers.context import StepOptions
 from dsa_jax.model import Model, StepOutputs
 from dsa_jax.params import partition_spec
-from sharding.mesh import DATA, TP_AXES
+from sharding.cost_model import AttentionFacts
+from sharding.indexer_sharding import IndexSharding, split_size
+from sharding.mesh import DATA, DCP, QSPLIT, TP_AXES
+from sharding.policy import Decision, PrefillPolicy, decide
+from sharding.row_partition import RowPlan, balanced_plan, contiguous_plan, plan_contiguous, row_costs
+
+# Consecutive rows of the indexer that are dealt together: small tiles balance small steps.
+PLAN_TILE = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """What besides the shapes of its arguments makes a step a program of its own.
+class Execution:
+    """How steps run.
 
     Attributes:
-      key_capacity: How many keys the buffers of one data group hold.
-      execution: How the operations run.
-      return_selected: Whether selections are returned.
+      policy: Which sharded paths a step may take.
+      implementation: Implementation of the kernels, or None for the fastest the device supports.
+      workspace_bytes: Bound on the temporaries of one operation, in bytes.
     """
 
-    key_capacity: int
-    execution: Execution
-    return_selected: bool = False
+    policy: PrefillPolicy = dataclasses.field(default_factory=PrefillPolicy)
+    implementation: str | None = None
+    workspace_bytes: int = 1 << 30
+
+
+def attention_facts(config: ModelConfig, geometry: CacheGeometry, dtype: jax.typing.DTypeLike) -> AttentionFacts:
+    """What the cost model needs to know of a model."""
+    return AttentionFacts(
+        heads=config.num_heads,
+        index_heads=config.indexer.num_heads,
+        index_dim=config.indexer.head_dim,
+        top_k=config.indexer.topk,
+        record_bytes=geometry.ckv.bytes_per_token,
+        record_width=geometry.ckv.width,
+        kv_lora_rank=config.kv_lora_rank,
+        value_dim=config.v_head_dim,
+        value_bytes=np.dtype(dtype).itemsize,
+    )
+
+
+def decide_step(
+    model: Model, geometry: CacheGeometry, lengths: tuple[GroupLengths, ...], policy: PrefillPolicy
+) -> Decision:
+    """The path of a step: that of its heaviest data group, since all groups run one program.
+
+    A function of lengths that every process knows.
+    """
+    heaviest = max(lengths, key=lambda group: (int(group.seq_lens.sum()), int(group.query_lens.sum())))
+    return decide(
+        policy,
+        heaviest.seq_lens.tolist(),
+        heaviest.query_lens.tolist(),
+        attention_facts(model.config, geometry, model.dtype),
+        qsplit=model.mesh.shape[QSPLIT],
+        dcp=model.mesh.shape[DCP],
+    )
+
+
+def plan_rows(
+    decision: Decision, lengths: tuple[GroupLengths, ...], rows: int, *, qsplit: int, dcp: int
+) -> RowPlan | None:
+    """Which rank selects for which rows, of each data group one after another; None when every rank does for all.
+
+    Args:
+      decision: The path of the step.
+      lengths: Lengths in each data group.
+      rows: Rows of a group, padding included.
+      qsplit: Size of the mesh's "qsplit" axis.
+      dcp: Size of the mesh's "dcp" axis.
+    """
+    if not decision.query_split:
+        return None
+    ranks = split_size(qsplit, dcp, IndexSharding(decision.index_shards))
+    plans = []
+    for group in lengths:
+        costs = row_costs(group.seq_lens, group.query_lens, 1)
+        if decision.partition == "balanced":
+            plans.append(balanced_plan(costs, rows=rows, ranks=ranks, tile=min(PLAN_TILE, max(1, rows // ranks))))
+            continue
+        # A fixed capacity, so that a new plan compiles nothing: what a fresh prompt gives the first rank.
+        capacity = min(rows, int(np.ceil(rows / np.sqrt(ranks))) + 1)
+        sizes = None
+        if len(costs):
+            sizes = plan_contiguous(
+                group.seq_lens,
+                group.query_lens,
+                ratio=1,
+                ranks=ranks,
+                min_rows_per_rank=1,
+                max_rows_per_rank=capacity,
+            )
+        if sizes is None:
+            sizes = tuple(len(part) for part in np.array_split(costs, ranks))
+        plans.append(contiguous_plan(sizes, rows=rows, capacity=capacity))
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *plans)
 
 
 def state_specs(state: nnx.State) -> nnx.State:
@@ -60,22 +141,16 @@ def run_step(
     mesh = nnx.merge(graphdef, state).mesh
 
     def local(state: nnx.State, inputs: StepInputs, cache: PagedCache) -> StepOutputs:
-        return nnx.merge(graphdef, state).forward(
-            inputs,
-            cache,
-            key_capacity=options.key_capacity,
-            execution=options.execution,
-            return_selected=options.return_selected,
-        )
+        return nnx.merge(graphdef, state).forward(inputs, cache, options)
 
-    specs: dict[str, Any] = {"cache": CACHE_SPEC, "logits": PartitionSpec(DATA, TP_AXES), "selected": None}
+    in_specs = (state_specs(state), step_specs(inputs), cache_specs(cache.geometry))
+    specs: dict[str, Any] = {"cache": in_specs[2], "logits": PartitionSpec(DATA, TP_AXES), "selected": None}
     if options.return_selected:
         specs["selected"] = PartitionSpec(None, DATA)
-    out_specs = StepOutputs(**specs)
-    # check_vma=False: pallas kernels inside do not carry the varying-axes types that the check wants.
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(state_specs(state), STEP_SPEC, CACHE_SPEC), out_specs=out_specs, check_vma=False
-    )(state, inputs, cache)
+    # check_vma=False: pallas kernels inside do not carry the varying-axes types that the check wants. The functions of
+    # `sharding` are tested under both.
+    step = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=StepOutputs(**specs), check_vma=False)
+    return step(state, inputs, cache)
 
 
 @functools.lru_cache(maxsize=512)
@@ -96,12 +171,13 @@ def compile_step(model: Model, inputs: StepInputs, cache: PagedCache, options: S
 
 
 class StepRunner:
-    """Runs steps of one model and keeps count of the time spent compiling.
+    """Plans and runs the steps of one model, and keeps count of the time spent compiling.
 
     Attributes:
       model: The model.
-      execution: How the operations run.
+      execution: How the steps run.
       compile_seconds: Time spent compiling so far.
+      decision: The path of the last step.
     """
 
     def __init__(self, model: Model, execution: Execution | None = None):
@@ -109,13 +185,32 @@ class StepRunner:
         self.model = model
         self.execution = Execution() if execution is None else execution
         self.compile_seconds = 0.0
+        self.decision: Decision | None = None
         self._state = nnx.state(model)
         self._inputs_sharding = NamedSharding(model.mesh, PartitionSpec(DATA))
 
+    def prepare(
+        self, step: Step, geometry: CacheGeometry, *, return_selected: bool = False
+    ) -> tuple[StepInputs, StepOptions]:
+        """The step's arrays on the devices, its plan of rows among them, and its static options."""
+        mesh = self.model.mesh
+        self.decision = decide_step(self.model, geometry, step.lengths, self.execution.policy)
+        rows = step.inputs.tokens.shape[0] // mesh.shape[DATA]
+        plan = plan_rows(self.decision, step.lengths, rows, qsplit=mesh.shape[QSPLIT], dcp=mesh.shape[DCP])
+        options = StepOptions(
+            decision=self.decision,
+            ckv_rows=step.ckv_rows,
+            index_rows=step.index_rows,
+            implementation=self.execution.implementation,
+            workspace_bytes=self.execution.workspace_bytes,
+            return_selected=return_selected,
+        )
+        inputs = dataclasses.replace(step.inputs, plan=plan)
+        return jax.device_put(inputs, self._inputs_sharding), options
+
     def __call__(self, step: Step, cache: PagedCache, *, return_selected: bool = False) -> StepOutputs:
         """Run one step; `cache` is donated and must not be used again."""
-        options = StepOptions(step.key_capacity, self.execution, return_selected)
-        inputs = jax.device_put(step.inputs, self._inputs_sharding)
+        inputs, options = self.prepare(step, cache.geometry, return_selected=return_selected)
         started = time.perf_counter()
         compiled = compile_step(self.model, inputs, cache, options)
         self.compile_seconds += time.perf_counter() - started

@@ -8,6 +8,7 @@ partial outputs are merged by their log-sum-exp while they are scattered back to
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ckv_records import RecordFormat
 from pallas_kernels.sparse_mla import sparse_mla
 from pallas_kernels.sparse_mla.api import DEFAULT_WORKSPACE_BYTES
 from pallas_kernels.sparse_mla.merge import merge_weights, weigh
@@ -60,6 +61,7 @@ def dcp_sparse_mla(
     softmax_scale: float,
     kv_lora_rank: int,
     value_up: jax.Array | None = None,
+    kv_format: RecordFormat | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     reduce_dtype: jax.typing.DTypeLike = jnp.float32,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
@@ -76,6 +78,7 @@ def dcp_sparse_mla(
       kv_lora_rank: How many leading columns of a record are its value.
       value_up: Rows of the value up-projection of this rank's heads [h, V, kv_lora_rank]. Given, the partial outputs
         are projected before the merge: fewer columns travel, for the price of gathering these weights.
+      kv_format: Format of the records when they are packed; see `sparse_mla`.
       out_dtype: dtype of the output; None means q's.
       reduce_dtype: dtype of the partial outputs and of their sum across ranks. bfloat16 halves the bytes and rounds
         each partial; float32 equals one device to rounding.
@@ -99,6 +102,7 @@ def dcp_sparse_mla(
         softmax_scale=softmax_scale,
         kv_lora_rank=kv_lora_rank,
         num_valid=num_valid,
+        kv_format=kv_format,
         out_dtype=reduce_dtype,
         workspace_bytes=workspace_bytes,
         implementation=implementation,

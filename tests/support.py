@@ -7,21 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsa_jax.api import from_pretrained
-from dsa_jax.cache import init_cache
+from dsa_jax.cache import CacheGeometry
+from dsa_jax.engine import EngineOptions
 from dsa_jax.model import Model
 from dsa_jax.prefill import Batch, PrefillResult, prefill
-from dsa_jax.step import StepRunner
+from dsa_jax.step import Execution, StepRunner
 from sharding.mesh import make_mesh
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ORACLE = FIXTURES / "oracle"
 PAGE_SIZE = 16
+SMALL_PAGES = EngineOptions(page_size=PAGE_SIZE)
 
 
 @functools.lru_cache(maxsize=32)
-def load_model(variant: str, layout: str = "single", tp: int = 1, data: int = 1) -> Model:
+def load_model(variant: str, layout: str = "single", tp: int = 1, dcp: int = 1, data: int = 1) -> Model:
     """A checkpoint of the oracle in float32."""
-    return from_pretrained(ORACLE / variant / layout, make_mesh(tp=tp, data=data), jnp.float32)
+    return from_pretrained(ORACLE / variant / layout, make_mesh(tp=tp, dcp=dcp, data=data), jnp.float32)
+
+
+def geometry(model: Model, **options) -> CacheGeometry:
+    """Small pages, unless `options` say otherwise."""
+    return CacheGeometry.for_model(model.config, model.mesh, model.dtype, **{"page_size": PAGE_SIZE, **options})
 
 
 @functools.lru_cache(maxsize=16)
@@ -43,13 +50,20 @@ def prompt(variant: str, name: str) -> list[int]:
 
 
 def run_prefill(
-    model: Model, prompts: list[list[int]], *, chunk_size: int = 2048, logits: str = "all", selected: bool = True
+    model: Model,
+    prompts: list[list[int]],
+    *,
+    chunk_size: int = 2048,
+    logits: str = "all",
+    selected: bool = True,
+    execution: Execution | None = None,
+    **cache_options,
 ) -> PrefillResult:
     """Prefill `prompts` from an empty cache."""
-    groups = model.mesh.shape["data"]
-    batch = Batch.from_prompts(prompts, model.config, page_size=PAGE_SIZE, groups=groups)
-    cache = init_cache(model.config, batch.pages, PAGE_SIZE, model.dtype, model.mesh)
-    return prefill(StepRunner(model), batch, cache, chunk_size=chunk_size, logits=logits, return_selected=selected)
+    batch = Batch.from_prompts(prompts, model, geometry=geometry(model, **cache_options))
+    runner = StepRunner(model, execution)
+    cache = batch.init_cache(model)
+    return prefill(runner, batch, cache, chunk_size=chunk_size, logits=logits, return_selected=selected)
 
 
 def as_sets(selected: np.ndarray) -> list[frozenset[int]]:

@@ -1,7 +1,6 @@
 """One decoder layer on this rank's share of heads, experts and features."""
 
 import dataclasses
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +8,17 @@ from flax import nnx
 
 from dsa_jax.cache import PagedCache
 from dsa_jax.config import ModelConfig
+from dsa_jax.layers.attention import Selection, attend, gather_layer, locate
+from dsa_jax.layers.context import StepContext
 from dsa_jax.layers.linear import RMSNorm
 from dsa_jax.layers.mla import SparseAttention
 from dsa_jax.layers.mlp import GatedMLP, MoE
-from pallas_kernels.index_topk import index_topk
-from pallas_kernels.sparse_mla import sparse_mla
+from pallas_kernels.ckv_records import pack, quantize_power_of_two, split_index_keys
+from sharding.indexer_sharding import sharded_index_topk
 from sharding.mesh import TP_AXES
+
+# Smallest magnitude that an index query is scaled by when it is quantised (DeepGEMM, vLLM).
+QUERY_AMAX_FLOOR = 1e-10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,59 +34,36 @@ class LayerKind:
     sparse_mlp: bool
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Execution:
-    """How the operations run; part of the compiled step's identity.
+class LayerCarry:
+    """What passes from layer to layer.
 
     Attributes:
-      implementation: Implementation of the kernels, or None for the fastest the device supports.
-      workspace_bytes: Bound on the temporaries of one operation, in bytes.
+      x: Residual stream [T, hidden], the same on every TP rank.
+      selection: Selection of the last full layer.
+      ahead: The history of this layer's records, gathered by the layer before; None without prefetch.
     """
 
-    implementation: str | None = None
-    workspace_bytes: int = 1 << 30
+    x: jax.Array
+    selection: Selection
+    ahead: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StepContext:
-    """What every layer of a step shares; arrays of one data group.
-
-    The keys of a step stand in one buffer of N rows, each request's keys in one run ordered by position.
+class LayerOutputs:
+    """What a layer leaves behind.
 
     Attributes:
-      cos: Cosine of the rotary angles [T, rope / 2] float32.
-      sin: Sine [T, rope / 2] float32.
-      key_start: First key of each row's request in the buffer [T] int32.
-      key_end: One past the last key that the row may see [T] int32.
-      own_row: Buffer row of the row's own key [T] int32, N for padding rows.
-      history_page: Page of each buffer row [N] int32; past the last page where the row holds no history.
-      history_offset: Offset in that page [N] int32.
+      record: The step's own records, as they are stored [T, width].
+      index_keys: Its own index keys, as they are stored [T, width]; None on shared layers.
+      selected: Selected positions [T, index_topk] int32; None unless asked for.
     """
 
-    cos: jax.Array
-    sin: jax.Array
-    key_start: jax.Array
-    key_end: jax.Array
-    own_row: jax.Array
-    history_page: jax.Array
-    history_offset: jax.Array
-
-    def keys(self, pages: jax.Array, layer: jax.Array, own: jax.Array) -> jax.Array:
-        """All keys of the step: the history out of the cache with the chunk's own put behind it.
-
-        Args:
-          pages: [layers, pages, page_size, width], only read.
-          layer: Which layer of `pages`, int32 scalar.
-          own: The chunk's own rows [T, width].
-
-        Returns:
-          [N, width], rows that belong to no key are 0.
-        """
-        history = pages.at[layer, self.history_page, self.history_offset].get(
-            mode="fill", fill_value=0, wrap_negative_indices=False
-        )
-        return history.at[self.own_row].set(own, mode="drop", wrap_negative_indices=False)
+    record: jax.Array
+    index_keys: jax.Array | None
+    selected: jax.Array | None
 
 
 class DecoderLayer(nnx.Module):
@@ -101,76 +82,91 @@ class DecoderLayer(nnx.Module):
         self.kind = kind
 
     def select(
-        self,
-        hidden: jax.Array,
-        q_latent: jax.Array,
-        context: StepContext,
-        index_pages: jax.Array,
-        index_layer: jax.Array,
-        execution: Execution,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Selected keys [T, index_topk] int32, relative to `key_start`, and the chunk's own index keys [T, D]."""
+        self, hidden: jax.Array, q_latent: jax.Array, context: StepContext, pages: jax.Array, layer: jax.Array
+    ) -> tuple[Selection, jax.Array]:
+        """Score and select.
+
+        Args:
+          hidden: Normed hidden states [T, hidden].
+          q_latent: Normed query latent [T, q_lora_rank].
+          context: What the layers of the step share.
+          pages: The cache of index keys.
+          layer: This layer's place in it.
+
+        Returns:
+          The selection, and the step's own index keys as they are stored.
+        """
         q, own, weights = self.self_attn.indexer(hidden, q_latent, context.cos, context.sin)
-        topk_indices = index_topk(
+        own = pack(context.index_keys.fmt, own)
+        k, k_scale = split_index_keys(context.index_keys.fmt, context.index_keys.fill(pages, layer, own))
+        if k_scale is None:
+            q = q.astype(k.dtype)
+        else:
+            q, q_scale = quantize_power_of_two(q, QUERY_AMAX_FLOOR)
+            weights = weights * q_scale
+        topk_indices = sharded_index_topk(
             q,
-            context.keys(index_pages, index_layer, own),
+            k,
             weights,
-            context.key_start,
-            context.key_end,
+            context.requests,
+            context.visible,
+            context.index_keys.layout,
             self.config.indexer.topk,
-            workspace_bytes=execution.workspace_bytes,
-            implementation=execution.implementation,
+            sharding=context.index_sharding,
+            plan=context.plan,
+            k_scale=k_scale,
+            **context.options.kernels,
         )
-        return cast(jax.Array, topk_indices), own
+        return locate(topk_indices, context), own
 
     def __call__(
         self,
-        x: jax.Array,
-        topk_indices: jax.Array,
+        carry: LayerCarry,
         context: StepContext,
         cache: PagedCache,
         layer: jax.Array,
         index_layer: jax.Array,
-        execution: Execution,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    ) -> tuple[LayerCarry, LayerOutputs]:
         """Run the layer on one chunk.
 
         Args:
-          x: Residual stream [T, hidden], the same on every TP rank.
-          topk_indices: Selection of the last full layer [T, index_topk] int32, relative to `key_start`.
+          carry: What the layer before passed on.
           context: What the layers of the step share.
           cache: The cache as it was before the step.
           layer: This layer's place in `cache.ckv`.
           index_layer: Its place in `cache.index_keys`; meaningless on shared layers.
-          execution: How the operations run.
 
         Returns:
-          The new x, the selection in force, the chunk's records [T, kv_lora_rank + rope], and its index keys [T, D],
-          None on shared layers.
+          What goes on to the next layer, and what the layer leaves behind.
         """
-        config = self.config
-        hidden = self.input_layernorm(x)
-        q_latent = self.self_attn.query_latent(hidden)
-        index_keys = None
+        attention, options = self.self_attn, context.options
+        selection, ahead, index_keys = carry.selection, carry.ahead, None
+        if ahead is not None:
+            # The next layer's history does not depend on this layer; behind the last layer, its own is read again.
+            ahead = gather_layer(cache.ckv, jnp.minimum(layer + 1, cache.ckv.shape[0] - 1), context)
+        hidden = self.input_layernorm(carry.x)
+        q_latent = attention.query_latent(hidden)
         if self.kind.full:
             with jax.named_scope("indexer"):
-                topk_indices, index_keys = self.select(
-                    hidden, q_latent, context, cache.index_keys, index_layer, execution
-                )
+                selection, index_keys = self.select(hidden, q_latent, context, cache.index_keys, index_layer)
         with jax.named_scope("sparse_mla"):
-            record = self.self_attn.record(hidden, context.cos, context.sin)
-            slots = jnp.where(topk_indices < 0, -1, topk_indices + context.key_start[:, None])
-            attended, _ = sparse_mla(
-                self.self_attn.absorbed_query(q_latent, context.cos, context.sin),
-                context.keys(cache.ckv, layer, record),
-                slots,
-                softmax_scale=config.softmax_scale,
-                kv_lora_rank=config.kv_lora_rank,
-                num_valid=jnp.minimum(context.key_end - context.key_start, slots.shape[1]),
-                workspace_bytes=execution.workspace_bytes,
-                implementation=execution.implementation,
+            record = pack(context.ckv.fmt, attention.record(hidden, context.cos, context.sin))
+            values = attend(
+                attention.absorbed_query(q_latent, context.cos, context.sin),
+                attention.value_rows(),
+                cache.ckv,
+                layer,
+                record,
+                selection,
+                context,
+                softmax_scale=self.config.softmax_scale,
+                history=carry.ahead,
             )
-            x = x + jax.lax.psum(self.self_attn.output(attended), TP_AXES)
+            x = carry.x + jax.lax.psum(attention.output(values), TP_AXES)
         with jax.named_scope("mlp"):
             x = x + jax.lax.psum(self.mlp(self.post_attention_layernorm(x)), TP_AXES)
-        return x, topk_indices, record, index_keys
+        if ahead is not None:
+            # Ties the gather to this layer: it starts before the layer's work and is awaited behind it.
+            x, ahead = jax.lax.optimization_barrier((x, ahead))
+        selected = selection.ids if options.return_selected else None
+        return LayerCarry(x, selection, ahead), LayerOutputs(record, index_keys, selected)

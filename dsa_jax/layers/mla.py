@@ -59,8 +59,10 @@ class SparseAttention(nnx.Module):
         absorbed = contract("thn,hnl->thl", q_nope, key_rows)
         return jnp.concatenate([absorbed, rotate(q_pe, cos, sin, interleave=True)], axis=-1)
 
-    def output(self, attended: jax.Array) -> jax.Array:
-        """Partial output of the local heads [T, hidden], to be summed over TP, from [T, h, kv_lora_rank]."""
-        _, value_rows = self._up_projections()
-        values = contract("thl,hvl->thv", attended, value_rows)
+    def value_rows(self) -> jax.Array:
+        """Rows of the value up-projection of the local heads [h, v, latent]."""
+        return self._up_projections()[1]
+
+    def output(self, values: jax.Array) -> jax.Array:
+        """Partial output of the local heads [T, hidden], to be summed over TP, from their values [T, h, v]."""
         return self.o_proj(values.reshape(values.shape[0], -1))

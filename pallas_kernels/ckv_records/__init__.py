@@ -1,6 +1,6 @@
 """Records of the paged caches: their byte layouts, and how to pack, append, gather and unpack them."""
 
-from pallas_kernels.ckv_records.api import append, gather, pack, split_index_keys, unpack
+from pallas_kernels.ckv_records.api import append, gather, pack, read, split_index_keys, unpack
 from pallas_kernels.ckv_records.formats import (
     CKV_FORMATS,
     INDEX_KEY_FORMATS,
@@ -20,6 +20,7 @@ __all__ = [
     "index_key_format",
     "pack",
     "quantize_power_of_two",
+    "read",
     "split_index_keys",
     "unpack",
 ]

@@ -213,3 +213,35 @@ def gather(
         check_array("gather", "layer", layer, ())
     _resolve("gather", implementation)
     return reference.gather(fmt, pages, block_table, seq_lens, num_rows=num_rows, first_row=first_row, layer=layer)
+
+
+def read(
+    fmt: RecordFormat,
+    pages: jax.Array,
+    slots: jax.Array,
+    *,
+    layer: jax.Array | int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Copy the records at the given slots, bit for bit.
+
+    Args:
+      fmt: Format of the pages.
+      pages: [num_pages, *fmt.page_shape(page_size)], or [L, num_pages, *fmt.page_shape(page_size)] with `layer`.
+      slots: `page * page_size + offset` of each record [N] int32; -1 for none.
+      layer: Which layer to read of pages with layers, int32 scalar; may be traced.
+      implementation: "reference"; None takes the first that supports the call and the device.
+
+    Returns:
+      Records [N, fmt.record_width] of dtype fmt.dtype, zeros where the slot is negative or names no page.
+
+    Raises:
+      ValueError: An argument has the wrong shape or dtype, or the cache holds more tokens than int32 can name.
+    """
+    _check_pages("read", fmt, pages, layers=layer is not None)
+    check_array("read", "slots", slots, ("N",), (jnp.int32,))
+    if layer is not None:
+        layer = jnp.asarray(layer, jnp.int32)
+        check_array("read", "layer", layer, ())
+    _resolve("read", implementation)
+    return reference.read(fmt, pages, slots, layer)

@@ -237,10 +237,24 @@ def gather(
     request = jnp.where(inside, request, 0)
     token = row - (ends - seq_lens)[request]
     page = block_table.at[request, token // page_size].get(mode="fill", fill_value=-1)
-    page = jnp.where(inside, page, -1)
+    return _read(fmt, pages, jnp.where(inside, page, -1), token % page_size, layer)
+
+
+def read(fmt: RecordFormat, pages: jax.Array, slots: jax.Array, layer: jax.Array | None) -> jax.Array:
+    """See `pallas_kernels.ckv_records.api.read`."""
+    page_size = fmt.page_size(pages.shape[-len(fmt.page_shape(1)) :])
+    page = jnp.where(slots < 0, -1, slots // page_size)
+    return _read(fmt, pages, page, slots % page_size, layer)
+
+
+def _read(
+    fmt: RecordFormat, pages: jax.Array, page: jax.Array, offset: jax.Array, layer: jax.Array | None
+) -> jax.Array:
+    """Records at pages and offsets [rows]; zeros where the page is none."""
+    page_size = fmt.page_size(pages.shape[-len(fmt.page_shape(1)) :])
     parts = []
     words = _as_words(pages) if fmt.dtype.itemsize == 1 else pages
-    for index, width in _windows(fmt, page_size, page, token % page_size):
+    for index, width in _windows(fmt, page_size, page, offset):
         if words.dtype != pages.dtype:
             width = width // 4
             index = [*index[:-1], index[-1] // 4] if fmt.planar else index

@@ -100,7 +100,7 @@ def test_prefill_rows(capsys, tmp_path, rows):
 
 
 def test_tiny_convert_inspect_generate(capsys, tmp_path):
-    """A tiny checkpoint, its native form, and both generating the same tokens on 8 devices, from ids and from their text."""
+    """A tiny checkpoint and its native form generate the same tokens on 8 devices, from ids and from their text."""
     hf, native = tmp_path / "hf", tmp_path / "native"
     assert run(capsys, "tiny", hf, "--family", "glm52", "--seed", 3)[0] == 0
     assert run(capsys, "convert", hf, native)[0] == 0

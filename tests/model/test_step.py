@@ -1,31 +1,36 @@
 """The jitted step: its memory, its donation, its programs, and prefill against decode."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from dsa_jax import Batch, Execution, StepRunner, generate, make_mesh, stream
+from dsa_jax import Batch, Execution, SamplingConfig, StepRunner, generate, make_mesh
 from dsa_jax.batch import build_step
 from dsa_jax.cache import cache_shapes, init_cache
 from dsa_jax.config import ModelConfig
+from dsa_jax.generate import GenerateOptions, make_engine
 from dsa_jax.model import abstract_model, parameter_specs
 from dsa_jax.prefill import prefill
-from dsa_jax.step import StepOptions, compile_step
-from dsa_jax.step import StepRunner as Runner
-from tests.support import ORACLE, PAGE_SIZE, load_model, prompt, run_prefill
+from dsa_jax.step import compile_step
+from tests.support import ORACLE, SMALL_PAGES, geometry, load_model, prompt, run_prefill
+
+
+def compiled_step(model, batch, *, workspace: int = 1 << 30):
+    """The compiled step over all pending tokens of a batch, and its step."""
+    step = build_step(batch.requests, batch.geometry, groups=1, chunk_size=1 << 20)
+    inputs, options = StepRunner(model, Execution(workspace_bytes=workspace)).prepare(step, batch.geometry)
+    cache = cache_shapes(model.config, batch.geometry, batch.pages, model.mesh)
+    return compile_step(model, inputs, cache, options), step
 
 
 def temporary_bytes(tokens: int, workspace: int) -> int:
     """Temporaries of the compiled step that prefills one prompt of `tokens` tokens at once."""
     model = load_model("glm52")
-    batch = Batch.from_prompts([[1] * tokens], model.config, page_size=PAGE_SIZE)
-    step = build_step(batch.requests, groups=1, chunk_size=tokens, page_size=PAGE_SIZE)
-    inputs = jax.device_put(step.inputs, NamedSharding(model.mesh, PartitionSpec("data")))
-    cache = cache_shapes(model.config, batch.pages, PAGE_SIZE, jnp.float32, model.mesh)
-    execution = Execution(workspace_bytes=workspace)
-    compiled = compile_step(model, inputs, cache, StepOptions(step.key_capacity, execution))
+    batch = Batch.from_prompts([[1] * tokens], model, geometry=geometry(model))
+    compiled, _ = compiled_step(model, batch, workspace=workspace)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -48,9 +53,9 @@ def test_decode_equals_one_shot_prefill():
     model = load_model("glm52")
     tokens = prompt("glm52", "s33")
     whole = run_prefill(model, [tokens])
-    batch = Batch.from_prompts([tokens[:20]], model.config, max_new_tokens=13, page_size=PAGE_SIZE)
+    batch = Batch.from_prompts([tokens[:20]], model, max_new_tokens=13, geometry=geometry(model))
     runner = StepRunner(model)
-    result = prefill(runner, batch, model.init_cache(batch), logits="all", return_selected=True)
+    result = prefill(runner, batch, batch.init_cache(model), logits="all", return_selected=True)
     logits, selected = [result.logits[0]], [result.selected[0]]
     for token in tokens[20:]:
         batch.requests[0].append(token)
@@ -64,11 +69,9 @@ def test_decode_equals_one_shot_prefill():
 def test_cache_is_donated_and_written_in_place():
     """The step aliases the whole cache, and the donated one is gone."""
     model = load_model("glm5")
-    batch = Batch.from_prompts([prompt("glm5", "s7")], model.config, page_size=PAGE_SIZE)
-    cache = model.init_cache(batch)
-    step = build_step(batch.requests, groups=1, chunk_size=64, page_size=PAGE_SIZE)
-    inputs = jax.device_put(step.inputs, NamedSharding(model.mesh, PartitionSpec("data")))
-    compiled = compile_step(model, inputs, cache, StepOptions(step.key_capacity, Execution()))
+    batch = Batch.from_prompts([prompt("glm5", "s7")], model, geometry=geometry(model))
+    cache = batch.init_cache(model)
+    compiled, step = compiled_step(model, batch)
     assert compiled.memory_analysis().alias_size_in_bytes >= cache.ckv.nbytes + cache.index_keys.nbytes
     StepRunner(model)(step, cache)
     assert cache.ckv.is_deleted() and cache.index_keys.is_deleted()
@@ -78,11 +81,11 @@ def test_step_writes_only_its_slots():
     """Pages of other requests, page 0 among them, stay as they were."""
     model = load_model("glm5")
     tokens = prompt("glm5", "s7")
-    batch = Batch.from_prompts([tokens], model.config, page_size=PAGE_SIZE)
+    batch = Batch.from_prompts([tokens], model, geometry=geometry(model))
     batch.requests[0].pages = np.array([2])
-    empty = init_cache(model.config, 4, PAGE_SIZE, jnp.float32, model.mesh)
+    empty = init_cache(model.config, batch.geometry, 4, model.mesh)
     filled = jax.tree.map(lambda x: jnp.full(x.shape, 7, x.dtype), empty)
-    step = build_step(batch.requests, groups=1, chunk_size=64, page_size=PAGE_SIZE)
+    step = build_step(batch.requests, batch.geometry, groups=1, chunk_size=64)
     cache = StepRunner(model)(step, filled).cache
     for pages in (np.asarray(cache.ckv), np.asarray(cache.index_keys)):
         assert (pages[:, [0, 1, 3]] == 7).all()
@@ -93,34 +96,31 @@ def test_step_writes_only_its_slots():
 def test_decode_compiles_once():
     """A growing request keeps one program: steps after the first decode step compile nothing."""
     model = load_model("glm5")
-    runner = Runner(model)
-    events = stream(model, [prompt("glm5", "s33")], runner=runner)
-    next(events), next(events)
-    spent = runner.compile_seconds
+    options = GenerateOptions(max_new_tokens=64, ignore_eos=True, engine=SMALL_PAGES)
+    engine = make_engine(model, [prompt("glm5", "s33")], options)
+    engine.step(), engine.step()
+    spent = engine.runner.compile_seconds
     for _ in range(60):
-        next(events)
-    assert runner.compile_seconds - spent < 0.5
+        engine.step()
+    assert engine.running[0].drawn == 62
+    assert engine.runner.compile_seconds - spent < 0.5
 
 
 def test_index_sharing_builds_no_indexer():
     """Shared layers have no indexer parameters and no index cache."""
     config = ModelConfig.from_folder(ORACLE / "glm52" / "single")
-    specs = parameter_specs(abstract_model(config, make_mesh()))
-    layers = {
-        source.name.split(".")[2] for name, spec in specs.items() if ".indexer." in name for source in spec.sources
-    }
-    assert layers == {"0", "1", "4"}
-    cache = cache_shapes(config, 1, PAGE_SIZE, jnp.float32, make_mesh())
+    model = abstract_model(config, make_mesh())
+    sources = [s for name, spec in parameter_specs(model).items() if ".indexer." in name for s in spec.sources]
+    assert {source.name.split(".")[2] for source in sources} == {"0", "1", "4"}
+    cache = cache_shapes(config, geometry(load_model("glm52")), 1, make_mesh())
     assert cache.index_keys.shape[0] == 3 and cache.ckv.shape[0] == 6
 
 
 def test_seeded_sampling_repeats_and_seeds_differ():
     """The same seed draws the same tokens alone and in a batch; another seed draws others."""
-    from dsa_jax import SamplingConfig
-
     model = load_model("glm5")
     a, b = prompt("glm5", "s33"), prompt("glm5", "s7")
-    options = {"max_new_tokens": 12, "ignore_eos": True, "page_size": PAGE_SIZE}
+    options = {"max_new_tokens": 12, "ignore_eos": True, "engine": SMALL_PAGES}
     alone = generate(model, [a], sampling=SamplingConfig(temperature=1.0, seed=5), **options).tokens[0]
     both = generate(model, [a, b], sampling=SamplingConfig(temperature=1.0, seed=5), **options).tokens
     other = generate(model, [a], sampling=SamplingConfig(temperature=1.0, seed=6), **options).tokens[0]
@@ -128,20 +128,14 @@ def test_seeded_sampling_repeats_and_seeds_differ():
     assert alone != other
 
 
-def test_eos_ends_a_request():
+def test_eos_ends_a_request(monkeypatch):
     """Generation stops behind an end-of-sequence token, which is returned; the others go on."""
     model = load_model("glm5")
     a, b = prompt("glm5", "s33"), prompt("glm5", "s7")
-    free = generate(model, [a, b], max_new_tokens=8, ignore_eos=True, page_size=PAGE_SIZE).tokens
+    free = generate(model, [a, b], max_new_tokens=8, ignore_eos=True, engine=SMALL_PAGES).tokens
     eos = free[0][2]
-    cut = free[0].index(eos) + 1
-    import dataclasses
-
-    model.config = dataclasses.replace(model.config, eos_token_ids=(eos,))
-    try:
-        stopped = generate(model, [a, b], max_new_tokens=8, page_size=PAGE_SIZE)
-    finally:
-        load_model.cache_clear()
-    assert stopped.tokens[0] == free[0][:cut] and stopped.finished[0] == "eos"
-    expected = free[1][: free[1].index(eos) + 1] if eos in free[1] else free[1]
-    assert stopped.tokens[1] == expected
+    monkeypatch.setattr(model, "config", dataclasses.replace(model.config, eos_token_ids=(eos,)))
+    stopped = generate(model, [a, b], max_new_tokens=8, engine=SMALL_PAGES)
+    for got, want in zip(stopped.tokens, free, strict=True):
+        assert got == (want[: want.index(eos) + 1] if eos in want else want)
+    assert stopped.finished[0] == "eos"

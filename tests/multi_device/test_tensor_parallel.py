@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 from dsa_jax import from_pretrained, generate, make_mesh
 from tests.support import (
     ORACLE,
-    PAGE_SIZE,
+    SMALL_PAGES,
     answers,
     assert_selected,
     load_model,
@@ -46,7 +46,7 @@ def check(model, variant: str) -> None:
     generated = [i for i, name in enumerate(names) if f"{name}_gen_tokens" in stored]
     want = [stored[f"{names[i]}_gen_tokens"][0].tolist() for i in generated]
     got = generate(
-        model, [prompts[i] for i in generated], max_new_tokens=len(want[0]), ignore_eos=True, page_size=PAGE_SIZE
+        model, [prompts[i] for i in generated], max_new_tokens=len(want[0]), ignore_eos=True, engine=SMALL_PAGES
     )
     assert got.tokens == want
 

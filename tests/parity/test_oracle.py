@@ -6,7 +6,7 @@ import pytest
 
 from dsa_jax.generate import generate
 from tests.support import (
-    PAGE_SIZE,
+    SMALL_PAGES,
     answers,
     assert_selected,
     load_model,
@@ -84,8 +84,7 @@ def test_greedy_tokens_equal_the_oracle(variant):
         [prompt(variant, name) for name in names],
         max_new_tokens=len(want[0]),
         ignore_eos=True,
-        page_size=PAGE_SIZE,
-        chunk_size=256,
+        engine=SMALL_PAGES,
     )
     assert result.tokens == want
 
