@@ -42,8 +42,8 @@ def _error(out, inputs) -> float:
 
 
 def _deepgemm(rows: int, keys: int, heads: int) -> Peer:
-    import deep_gemm
-    import torch
+    import deep_gemm  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
     q = torch.randn(rows, heads, DIM, device="cuda").to(torch.float8_e4m3fn)

@@ -1,6 +1,7 @@
 """Shapes of the lightning indexer in published models, named once for tests and benchmarks."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ class ArgSpec:
     heads: int
     dim: int
     keys: int
-    dtype: type
+    dtype: Any
     scaled: bool
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -19,7 +19,7 @@ def _accumulate(scores, dots, weights, plain: bool):
     wgmma = plgpu.Layout.WGMMA
     inline = plgpu.inline_mgpu(
         arg_types=(wgmma, wgmma, wgmma.reduce(1)),
-        return_type=plgpu.ShapeDtypeStruct(dots.shape, jnp.float32, layout=wgmma),
+        return_type=plgpu.ShapeDtypeStruct(dots.shape, jnp.dtype(jnp.float32), layout=wgmma),
     )
     return inline(mosaic_inline.accumulate)(scores, dots, weights)
 
@@ -74,7 +74,7 @@ def consume(wg, refs, barriers, *, shape, config, clean: bool, plain: bool):
     layout = plgpu.Layout.WGMMA
     stages = q_smem.shape[0]
     following = jnp.where(wg == config.warpgroups - 1, 0, wg + 1)
-    accumulator = plgpu.ACC((ROWS, count), jnp.float32)
+    accumulator = plgpu.ACC((ROWS, count), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     store = functools.partial(_store, start=start, end=end, out=out, block_max=block_max, rows=rows, keys=keys)
 
     def zeros():

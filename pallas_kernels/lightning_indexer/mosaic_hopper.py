@@ -29,6 +29,7 @@ DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn)
 HEAD_DIMS = (64, 128)
 MAX_HEADS = 128
 _TMA_ROWS = 8  # rows of a swizzled tile
+_REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}  # of a consumer's and the producer's threads
 _SMEM_BYTES = 232_448 - 4096  # of a block, less barriers and alignment
 
 
@@ -53,6 +54,8 @@ class Config:
     turns: bool = False
 
     def __post_init__(self):
+        if self.warpgroups not in _REGISTERS:
+            raise ValueError(f"{self.warpgroups=} must be among {sorted(_REGISTERS)}")
         if self.keys % BLOCK_MAX_KEYS or not 0 < self.keys <= 256:
             raise ValueError(f"{self.keys=} must be a multiple of {BLOCK_MAX_KEYS} and at most 256")
         for name in ("k_stages", "q_stages"):
@@ -139,10 +142,13 @@ def _build(rows, keys, heads, dim, dtype, scaled, clean, with_max, config: Confi
     itemsize = jnp.dtype(dtype).itemsize
     # With turns a wgmma works on a half of the head dimension, which must be whole swizzled tiles.
     swizzle = dim * itemsize // 2 if config.turns else min(128, dim * itemsize)
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    transforms = (
+        plgpu.TilingTransform((8, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
     stages = config.stages(itemsize, dim, heads)
     consumers = config.warpgroups
-    registers, producer_registers = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}[consumers]
+    registers, producer_registers = _REGISTERS[consumers]
     out_keys, out_rows = keys, rows
     if plain:  # plain stores have no predicate, so the interpreter writes whole tiles
         out_keys, out_rows = pl.cdiv(keys, config.tile_keys) * config.tile_keys, pl.cdiv(rows, ROWS) * ROWS
