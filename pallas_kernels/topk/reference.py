@@ -9,9 +9,11 @@ _NAN = _OUTSIDE + 1
 
 def sortable_key(scores: jax.Array) -> jax.Array:
     """Int32 keys in the order of the float32 `scores`: NaN lowest, then -inf .. +inf, with -0.0 equal to 0.0."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)
-    key = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-    return jnp.where(jnp.isnan(scores), jnp.int32(_NAN), key)
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    # On the bits, because XLA's CPU backend compares denormals as zeros.
+    magnitude = bits & jnp.int32(0x7FFFFFFF)
+    key = jnp.where(bits < 0, -magnitude, magnitude)
+    return jnp.where(magnitude > 0x7F800000, jnp.int32(_NAN), key)
 
 
 def topk(

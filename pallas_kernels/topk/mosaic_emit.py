@@ -1,0 +1,373 @@
+"""Scalars of one CUDA thread: the few operations the top-k kernel needs, written into the MLIR of a Mosaic GPU kernel.
+
+Pallas has no order-preserving bit tricks, no shared-memory atomics that coalesce and no warp votes, so the kernel's body
+is emitted here as MLIR inside `plgpu.inline_mgpu`. These helpers only make that readable.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf
+
+FULL_WARP = 0xFFFFFFFF
+_GLOBAL = 1
+_Cmp = arith.CmpIPredicate
+
+
+def i32_type() -> ir.Type:
+    """The 32-bit integer type of the current context."""
+    return ir.IntegerType.get_signless(32)
+
+
+def f32_type() -> ir.Type:
+    """The float32 type of the current context."""
+    return ir.F32Type.get()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Int:
+    """A 32-bit integer value. Comparisons are signed unless their name starts with u."""
+
+    value: ir.Value
+
+    def __add__(self, other):
+        return Int(arith.addi(self.value, raw(other)))
+
+    def __sub__(self, other):
+        return Int(arith.subi(self.value, raw(other)))
+
+    def __mul__(self, other):
+        return Int(arith.muli(self.value, raw(other)))
+
+    def __and__(self, other):
+        return Int(arith.andi(self.value, raw(other)))
+
+    def __or__(self, other):
+        return Int(arith.ori(self.value, raw(other)))
+
+    def __xor__(self, other):
+        return Int(arith.xori(self.value, raw(other)))
+
+    def __lshift__(self, other):
+        return Int(arith.shli(self.value, raw(other)))
+
+    def __rshift__(self, other):
+        return Int(arith.shrui(self.value, raw(other)))
+
+    def sar(self, bits: int):
+        """Shift right, copying the sign."""
+        return Int(arith.shrsi(self.value, raw(bits)))
+
+    def udiv(self, other):
+        """Unsigned division."""
+        return Int(arith.divui(self.value, raw(other)))
+
+    def min(self, other):
+        """Signed minimum."""
+        return Int(arith.minsi(self.value, raw(other)))
+
+    def max(self, other):
+        """Signed maximum."""
+        return Int(arith.maxsi(self.value, raw(other)))
+
+    def umin(self, other):
+        """Unsigned minimum."""
+        return Int(arith.minui(self.value, raw(other)))
+
+    def mul_high(self, other):
+        """Upper 32 bits of the unsigned product."""
+        return Int(arith.mului_extended(self.value, raw(other))[1])
+
+    def popcount(self):
+        """Number of set bits."""
+        return Int(math.ctpop(self.value))
+
+    def trailing_zeros(self):
+        """Index of the lowest set bit."""
+        return Int(math.cttz(self.value))
+
+    def __lt__(self, other):
+        return self._compare(_Cmp.slt, other)
+
+    def __le__(self, other):
+        return self._compare(_Cmp.sle, other)
+
+    def __gt__(self, other):
+        return self._compare(_Cmp.sgt, other)
+
+    def __ge__(self, other):
+        return self._compare(_Cmp.sge, other)
+
+    def equals(self, other):
+        """Equality as a condition."""
+        return self._compare(_Cmp.eq, other)
+
+    def ult(self, other):
+        """Unsigned less."""
+        return self._compare(_Cmp.ult, other)
+
+    def ule(self, other):
+        """Unsigned less or equal."""
+        return self._compare(_Cmp.ule, other)
+
+    def ugt(self, other):
+        """Unsigned greater."""
+        return self._compare(_Cmp.ugt, other)
+
+    def _compare(self, predicate, other):
+        return Bool(arith.cmpi(predicate, self.value, raw(other)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float:
+    """A float32 value; comparisons are ordered, so NaN fails them."""
+
+    value: ir.Value
+
+    def __ge__(self, other):
+        return Bool(arith.cmpf(arith.CmpFPredicate.OGE, self.value, other.value))
+
+    def is_zero(self):
+        """Equality with 0.0, which -0.0 has."""
+        return Bool(arith.cmpf(arith.CmpFPredicate.OEQ, self.value, arith.constant(f32_type(), 0.0)))
+
+    def is_nan(self):
+        """Whether the value is NaN."""
+        return Bool(arith.cmpf(arith.CmpFPredicate.UNO, self.value, self.value))
+
+    def bits(self):
+        """The 32 bits as an integer."""
+        return Int(arith.bitcast(i32_type(), self.value))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bool:
+    """A condition."""
+
+    value: ir.Value
+
+    def __and__(self, other):
+        return Bool(arith.andi(self.value, other.value))
+
+    def __or__(self, other):
+        return Bool(arith.ori(self.value, other.value))
+
+    def choose(self, yes, no):
+        """`yes` where the condition holds, else `no`; both Int, both Float or plain ints."""
+        kind = Float if isinstance(yes, Float) else Int
+        return kind(arith.select(self.value, raw(yes), raw(no)))
+
+
+def raw(x) -> ir.Value:
+    """The MLIR value of a wrapper or of a Python int, which is taken modulo 2**32."""
+    if isinstance(x, int):
+        x &= 0xFFFFFFFF
+        return arith.constant(i32_type(), ir.IntegerAttr.get(i32_type(), x - (1 << 32) if x >> 31 else x))
+    return x.value
+
+
+def constant(x: int) -> Int:
+    """An integer constant."""
+    return Int(raw(x))
+
+
+def float_from_bits(bits: Int) -> Float:
+    """The float32 with these bits."""
+    return Float(arith.bitcast(f32_type(), bits.value))
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+@dataclasses.dataclass(frozen=True, eq=False)
+class Array:
+    """A pointer to 32-bit elements in shared or global memory."""
+
+    pointer: ir.Value
+    is_float: bool
+
+    @classmethod
+    def of(cls, ref: ir.Value) -> "Array":
+        """The array behind a memref of float32 or int32."""
+        pointer = mgpu_utils.memref_ptr(ref)
+        if ir.MemRefType(ref.type).memory_space is None:
+            pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=_GLOBAL), pointer)
+        return cls(pointer, ir.MemRefType(ref.type).element_type == f32_type())
+
+    def at(self, index) -> ir.Value:
+        """Pointer to element `index`, an Int, an int or a 64-bit MLIR value."""
+        index = index if isinstance(index, int | ir.Value) else index.value
+        return mgpu_utils.getelementptr(self.pointer, [index], i32_type())
+
+    def shifted(self, index) -> "Array":
+        """The array that starts at element `index`."""
+        return Array(self.at(index), self.is_float)
+
+    def load(self, index):
+        """Read one element."""
+        if self.is_float:
+            return Float(llvm.load(f32_type(), self.at(index)))
+        return Int(llvm.load(i32_type(), self.at(index)))
+
+    def load4(self, index) -> list[Int]:
+        """Read four int32 at an index divisible by four."""
+        vector = llvm.load(ir.VectorType.get((4,), i32_type()), self.at(index), alignment=16)
+        return [Int(llvm.extractelement(vector, raw(i))) for i in range(4)]
+
+    def load4_floats(self, index) -> list[Float]:
+        """Read four float32 at an address divisible by 16 bytes."""
+        vector = llvm.load(ir.VectorType.get((4,), f32_type()), self.at(index), alignment=16)
+        return [Float(llvm.extractelement(vector, raw(i))) for i in range(4)]
+
+    def store(self, index, x) -> None:
+        """Write one element."""
+        llvm.store(raw(x), self.at(index))
+
+    def increment(self, index) -> None:
+        """Add 1 to an int32 element, atomically."""
+        llvm.atomicrmw(llvm.AtomicBinOp.add, self.at(index), raw(1), llvm.AtomicOrdering.monotonic)
+
+
+def wide(x) -> ir.Value:
+    """A non-negative Int as a 64-bit MLIR value."""
+    return arith.extui(ir.IntegerType.get_signless(64), raw(x))
+
+
+def wide_constant(x: int) -> ir.Value:
+    """A 64-bit constant."""
+    return arith.constant(ir.IntegerType.get_signless(64), x)
+
+
+def _asm(text: str, constraints: str, operands: Sequence[ir.Value]) -> None:
+    """PTX that touches memory and may make threads wait for each other."""
+    constraints = ",".join(filter(None, (constraints, "~{memory}")))
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, operands, text, constraints, has_side_effects=True, convergent=True)
+
+
+# ------------------------------------------------------------------------------------------ bulk copies and barriers
+@dataclasses.dataclass(frozen=True, eq=False)
+class BulkRing:
+    """Places in shared memory that bulk copies fill in turn; the barrier of a place says when it is full.
+
+    Attributes:
+      data: The places, one after another.
+      barriers: One 64-bit mbarrier a place, in an int32 array.
+      places: How many there are, a power of two.
+      columns: Float32 elements of one place.
+    """
+
+    data: Array
+    barriers: Array
+    places: int
+    columns: int
+
+    def initialise(self) -> None:
+        """One thread makes the barriers; a barrier of the block must follow."""
+        for place in range(self.places):
+            _asm("mbarrier.init.shared::cta.b64 [$0], 1;", "r", [self.barriers.at(2 * place)])
+        _asm("fence.mbarrier_init.release.cluster;", "", [])
+
+    def copy(self, turn: Int, source: Array, first: Int, columns: Int) -> None:
+        """One thread starts the copy of `columns` (a multiple of 4) from `first` on into the place of this turn."""
+        place = turn & (self.places - 1)
+        barrier = self.barriers.at(place * 2)
+        size = (columns * 4).value
+        _asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r", [barrier, size])
+        _asm(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+            "r,l,r,r",
+            [self.data.at(place * self.columns), source.at(first), size, barrier],
+        )
+
+    def wait(self, turn: Int) -> Array:
+        """Wait until the place of this turn is full; returns it."""
+        place = turn & (self.places - 1)
+        phase = (turn >> (self.places.bit_length() - 1)) & 1
+        _asm(
+            "{ .reg .pred full; WAIT_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 full, [$0], $1; "
+            "@full bra FULL_${:uid}; bra WAIT_${:uid}; FULL_${:uid}: }",
+            "r,r",
+            [self.barriers.at(place * 2), phase.value],
+        )
+        return self.data.shifted(place * self.columns)
+
+
+# ------------------------------------------------------------------------------------------------- threads and warps
+def thread_index() -> Int:
+    """Index of the thread in its block."""
+    return Int(mgpu_utils.thread_idx())
+
+
+def block_barrier(threads: int) -> None:
+    """Wait for all threads of the block. Barrier 15: Mosaic keeps the lower ones for itself."""
+    _asm(f"bar.sync 15, {threads};", "", [])
+
+
+def ballot(condition: Bool) -> Int:
+    """Bit mask of the lanes for which the condition holds."""
+    return Int(nvvm.vote_sync(raw(FULL_WARP), condition.value, nvvm.VoteSyncKind.ballot))
+
+
+def warp_sum(x: Int) -> Int:
+    """Sum over the lanes of a warp."""
+    return Int(nvvm.redux_sync(x.value, nvvm.ReductionKind.ADD, raw(FULL_WARP)))
+
+
+def from_lane(x: Int, lane: int) -> Int:
+    """The value that one lane holds."""
+    return Int(nvvm.shfl_sync(raw(FULL_WARP), x.value, raw(lane), raw(31), nvvm.ShflKind.idx))
+
+
+def inclusive_sum(x: Int, lane: Int) -> Int:
+    """Sum over this lane and those before it."""
+    for distance in (1, 2, 4, 8, 16):
+        other = Int(nvvm.shfl_sync(raw(FULL_WARP), x.value, raw(distance), raw(0), nvvm.ShflKind.up))
+        x = x + (lane >= distance).choose(other, 0)
+    return x
+
+
+# ---------------------------------------------------------------------------------------------------- control flow
+@contextlib.contextmanager
+def when(condition: Bool) -> Iterator[None]:
+    """Emit what follows under a condition."""
+    with mgpu_utils.when(condition.value):
+        yield
+
+
+@contextlib.contextmanager
+def strided(start: Int, stop, step: int) -> Iterator[Int]:
+    """Loop of an Int from `start` below `stop`."""
+    index = ir.IndexType.get()
+    bounds = [arith.index_cast(index, raw(b)) for b in (start, stop, step)]
+    loop = scf.ForOp(*bounds, [])
+    with ir.InsertionPoint(loop.body):
+        yield Int(arith.index_cast(i32_type(), loop.induction_variable))
+        scf.yield_([])
+
+
+def _rewrap(values: Sequence[ir.Value], like: Sequence[Int | Float]) -> list:
+    return [type(x)(v) for x, v in zip(like, values, strict=True)]
+
+
+def branch(condition: Bool, like: Sequence, yes: Callable[[], Sequence], no: Callable[[], Sequence]) -> list:
+    """Run one of two functions; both return values of the kinds of `like`."""
+    op = scf.IfOp(condition.value, [raw(x).type for x in like], has_else=True)
+    for block, emit in ((op.then_block, yes), (op.else_block, no)):
+        with ir.InsertionPoint(block):
+            scf.yield_([raw(x) for x in emit()])
+    return _rewrap(list(op.results), like)
+
+
+def loop_while(state: Sequence, condition: Callable[[list], Bool], body: Callable[[list], Sequence]) -> list:
+    """Run `body` on the state for as long as the condition holds."""
+    types = [raw(x).type for x in state]
+    op = scf.WhileOp(types, [raw(x) for x in state])
+    before, after = op.before.blocks.append(*types), op.after.blocks.append(*types)
+    with ir.InsertionPoint(before):
+        args = list(before.arguments)
+        scf.condition(condition(_rewrap(args, state)).value, args)
+    with ir.InsertionPoint(after):
+        scf.yield_([raw(x) for x in body(_rewrap(list(after.arguments), state))])
+    return _rewrap(list(op.results), state)
