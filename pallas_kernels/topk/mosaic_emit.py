@@ -85,6 +85,10 @@ class Int:
         """Number of set bits."""
         return Int(math.ctpop(self.value))
 
+    def bit_length(self):
+        """Position after the highest set bit; 0 for 0."""
+        return constant(32) - Int(math.ctlz(self.value))
+
     def trailing_zeros(self):
         """Index of the lowest set bit."""
         return Int(math.cttz(self.value))
@@ -112,6 +116,10 @@ class Int:
     def ule(self, other):
         """Unsigned less or equal."""
         return self._compare(_Cmp.ule, other)
+
+    def uge(self, other):
+        """Unsigned greater or equal."""
+        return self._compare(_Cmp.uge, other)
 
     def ugt(self, other):
         """Unsigned greater."""
@@ -154,6 +162,9 @@ class Bool:
 
     def __or__(self, other):
         return Bool(arith.ori(self.value, other.value))
+
+    def __invert__(self):
+        return Bool(arith.xori(self.value, arith.constant(self.value.type, 1)))
 
     def choose(self, yes, no):
         """`yes` where the condition holds, else `no`; both Int, both Float or plain ints."""
@@ -315,9 +326,9 @@ def warp_sum(x: Int) -> Int:
     return Int(nvvm.redux_sync(x.value, nvvm.ReductionKind.ADD, raw(FULL_WARP)))
 
 
-def from_lane(x: Int, lane: int) -> Int:
-    """The value that one lane holds."""
-    return Int(nvvm.shfl_sync(raw(FULL_WARP), x.value, raw(lane), raw(31), nvvm.ShflKind.idx))
+def warp_or(x: Int) -> Int:
+    """Bitwise or over the lanes of a warp."""
+    return Int(nvvm.redux_sync(x.value, nvvm.ReductionKind.OR, raw(FULL_WARP)))
 
 
 def inclusive_sum(x: Int, lane: Int) -> Int:

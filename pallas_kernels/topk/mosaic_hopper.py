@@ -31,7 +31,7 @@ class TopkConfig:
     warpgroups: int = 4
     places: int = 4
     sample_vectors: int = 1
-    target_share: float = 0.35
+    target_share: float = 0.23
     blocks: int = 132
 
     def __post_init__(self):
@@ -73,6 +73,7 @@ class _Rows:
 
     def bounds(self, index: em.Int) -> list[em.Int]:
         """First column and length of a row, and what to add to a column relative to the first to get its id."""
+        index = index.min(self.rows - 1)
         start, end = self.starts.load(index), self.ends.load(index)
         first = start.max(0)
         return [first, end.min(self.layout.columns) - first, first - start]
@@ -101,17 +102,8 @@ class _Rows:
                 with em.when(inside):
                     scores_out.store(i, row.data.load(row.skew + i))
 
-    def write_long(self, index: em.Int, shift: em.Int) -> None:
-        """The first k places of the buffer."""
-        ids_out, scores_out = self.outputs(index)
-        with em.strided(self.block.thread, self.layout.k, self.layout.threads) as i:
-            ids_out.store(i, self.block.shared.ids.load(i) + shift)
-            if scores_out is not None:
-                scores_out.store(i, self.block.shared.values.load(i))
-
-    def next_long(self, index: em.Int) -> list[em.Int]:
+    def next_long(self, index: em.Int, bounds: list[em.Int]) -> list[em.Int]:
         """The next row longer than k from `index` on and its bounds; shorter ones on the way are done at once."""
-        last = em.constant(self.rows - 1)
 
         def is_short(state):
             return (state[0] < self.rows) & (state[2] <= self.layout.k)
@@ -119,18 +111,18 @@ class _Rows:
         def write(state):
             self.write_short(*state)
             index = state[0] + self.blocks
-            return [index, *self.bounds(index.min(last))]
+            return [index, *self.bounds(index)]
 
-        return em.loop_while([index, *self.bounds(index.min(last))], is_short, write)
+        return em.loop_while([index, *bounds], is_short, write)
 
     def wants_sample(self, length: em.Int) -> em.Bool:
         """Whether a gate is worth its sample: everything fits the buffer otherwise."""
         return length > max(self.layout.capacity, self.layout.sample_columns)
 
-    def begin(self, index: em.Int, turn: em.Int) -> list:
+    def begin(self, index: em.Int, bounds: list[em.Int], turn: em.Int, histogram: em.Int) -> list:
         """Find the next long row, start its copies and load its sample; the state of `run`."""
         layout = self.layout
-        index, first, length, shift = self.next_long(index)
+        index, first, length, shift = self.next_long(index, bounds)
         sample = [em.float_from_bits(em.constant(0))] * (layout.sample_vectors * select.VECTOR)
         row = self.row(index.min(self.rows - 1), first, length)
         with em.when(index < self.rows):
@@ -138,28 +130,46 @@ class _Rows:
         if sample:
             some = (index < self.rows) & self.wants_sample(length)
             sample = em.branch(some, sample, lambda: self.block.sample(row), lambda: sample)
-        return [index, first, length, shift, turn, *sample]
+        return [index, first, length, shift, turn, histogram, *sample]
 
     def run(self, index: em.Int) -> None:
         """All rows of the block, whose first is `index`."""
-        block, layout = self.block, self.layout
+        block, zero = self.block, em.constant(0)
 
         def body(state):
-            index, first, length, shift, turn, *sample = state
-            row, gate = self.row(index, first, length), em.constant(0)
+            index, first, length, shift, turn, histogram, *sample = state
+            following = self.bounds(index + self.blocks)
+            row, gate = self.row(index, first, length), zero
             if sample:
-                [gate] = em.branch(
-                    self.wants_sample(length), [gate], lambda: [block.sampled_gate(row, sample)], lambda: [gate]
+                gate, histogram = em.branch(
+                    self.wants_sample(length),
+                    [gate, histogram],
+                    lambda: block.sampled_gate(row, sample, histogram),
+                    lambda: [gate, histogram],
                 )
-            count, turn = block.collect(row, gate, turn)
-            following = self.begin(index + self.blocks, turn)
-            with em.when(count > layout.k):
-                block.cut(count)
-            block.barrier()
-            self.write_long(index, shift)
-            return following
+            count, gate, turn, histogram = block.collect(row, gate, turn, histogram)
+            begun = self.begin(index + self.blocks, following, turn, histogram)
+            begun[5] = self.finish(index, shift, count, gate, histogram)
+            return begun
 
-        em.loop_while(self.begin(index, em.constant(0)), lambda state: state[0] < self.rows, body)
+        em.loop_while(self.begin(index, self.bounds(index), zero, zero), lambda state: state[0] < self.rows, body)
+
+    def finish(self, index: em.Int, shift: em.Int, count: em.Int, gate: em.Int, histogram: em.Int) -> em.Int:
+        """Cut the candidates of a row to its answer; returns the next histogram to use."""
+        layout = self.layout
+        ids_out, scores_out = self.outputs(index)
+
+        def write(place, key, column):
+            ids_out.store(place, column + shift)
+            if scores_out is not None:
+                scores_out.store(place, select.score_of_key(key))
+
+        def cut(entries):
+            return [self.block.cut(count, gate, histogram, entries, write)[1]]
+
+        few = layout.few_entries
+        fits = count <= few * layout.threads
+        return em.branch(fits, [histogram], lambda: cut(few), lambda: cut(layout.entries))[0]
 
 
 def _body(rows: int, blocks: int, layout: select.Layout, with_scores: bool):
@@ -191,8 +201,8 @@ def _build(rows: int, blocks: int, layout: select.Layout, with_scores: bool):
     scratch = [
         plgpu.SMEM((layout.capacity,), jnp.float32),
         plgpu.SMEM((layout.capacity,), jnp.int32),
-        plgpu.SMEM((select.DIGITS * select.BINS,), jnp.int32),
-        plgpu.SMEM((3 * select.LANES,), jnp.int32),
+        plgpu.SMEM((select.HISTOGRAMS * select.BINS,), jnp.int32),
+        plgpu.SMEM((4 * select.LANES,), jnp.int32),
         plgpu.SMEM((layout.places * layout.step,), jnp.float32),
         plgpu.SMEM((2 * layout.places,), jnp.int32),
     ]

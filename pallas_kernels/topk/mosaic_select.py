@@ -15,16 +15,17 @@ No input can drop a winner, the order of the output is ascending, and no result 
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from pallas_kernels.topk import mosaic_emit as em
-from pallas_kernels.topk.mosaic_emit import Array, BulkRing, Float, Int
+from pallas_kernels.topk.mosaic_emit import Array, Bool, BulkRing, Float, Int
 
 VECTOR = 4  # float32 in 16 bytes
 LANES = 32
 PER_THREAD = 16  # neighbouring columns of a thread in one step
 DIGIT_BITS = 8
 BINS = 1 << DIGIT_BITS
-DIGITS = 32 // DIGIT_BITS
+HISTOGRAMS = 3
 NAN_KEY = 0x007FFFFE  # just below the key of -inf, 0x007FFFFF; 0 marks an empty place
 
 
@@ -66,6 +67,11 @@ class Layout:
         return (self.step + self.k + self.threads - 1) // self.threads
 
     @property
+    def few_entries(self) -> int:
+        """The same for a buffer that holds about `sample_target` candidates, as most do when a row ends."""
+        return min(self.entries, -(-self.sample_target * 13 // (10 * self.threads)))
+
+    @property
     def capacity(self) -> int:
         """Places of the buffer: the k best and a whole step."""
         return self.entries * self.threads
@@ -83,8 +89,8 @@ class Shared:
     Attributes:
       values: Scores of the candidates [capacity] float32.
       ids: Their columns relative to the row's first [capacity] int32.
-      histograms: One for each digit of a key [DIGITS * BINS] int32, zero between selections (the last one excepted).
-      totals: Counts of the warps [3 * LANES] int32: two sets for alternate steps, one for the cut.
+      histograms: Of one digit each, used in turn [HISTOGRAMS * BINS] int32; all but the last used are zero.
+      totals: A value of each warp [4 * LANES] int32: two sets for alternate steps, two for the cut.
       ring: Where the row passes through.
     """
 
@@ -138,56 +144,74 @@ class Block:
         """Make the barriers of the ring and clear the histograms."""
         with em.when(self.thread.equals(0)):
             self.shared.ring.initialise()
-        for digit in range(DIGITS):
-            self.clear_histogram(digit)
+        for turn in range(HISTOGRAMS):
+            self.clear_histogram(em.constant(turn * BINS))
         self.barrier()
 
-    def clear_histogram(self, digit: int) -> None:
-        """Zero the histogram of one digit."""
+    def clear_histogram(self, histogram: Int) -> None:
+        """Zero one histogram."""
         with em.strided(self.thread, BINS, self.layout.threads) as i:
-            self.shared.histograms.store(i + digit * BINS, em.constant(0))
+            self.shared.histograms.store(i + histogram, em.constant(0))
 
     # ---------------------------------------------------------------------------------------------------- selection
-    def find_bin(self, digit: int, need: Int) -> tuple[Int, Int]:
+    def find_bin(self, histogram: Int, need: Int) -> tuple[Int, Int]:
         """The bin that holds the `need`-th largest, and how many are in the bins above. Every warp finds it itself."""
         per_lane = BINS // LANES
         lowest = em.constant(BINS - per_lane) - self.lane * per_lane
-        base = lowest + digit * BINS
+        base = lowest + histogram
         counts = [c for i in range(0, per_lane, 4) for c in self.shared.histograms.load4(base + i)]
         mine = counts[0]
         for c in counts[1:]:
             mine = mine + c
         inclusive = em.inclusive_sum(mine, self.lane)
-        above = inclusive - mine
-        found = em.constant(0)
+        upto = above = inclusive - mine
+        has_it = (above < need) & (inclusive >= need)
+        found = lowest + (per_lane - 1)
         for i in reversed(range(per_lane)):
-            upto = above + counts[i]
-            hit = (above < need) & (upto >= need)
-            found = hit.choose((above << DIGIT_BITS) | (lowest + i), found)
-            above = upto
-        found = em.warp_sum(found)
+            upto = upto + counts[i]
+            found = found - (upto < need).choose(1, 0)
+            above = (upto < need).choose(upto, above)
+        found = em.warp_sum(has_it.choose((above << DIGIT_BITS) | found, 0))
         return found & (BINS - 1), found >> DIGIT_BITS
 
-    def select(self, keys: list[Int], need: Int) -> tuple[Int, Int]:
-        """The `need`-th largest of all threads' keys, and how many equal to it are among the `need` best."""
-        prefix = em.constant(0)
-        self.clear_histogram(DIGITS - 1)
-        for digit in range(DIGITS):
-            shift = 32 - DIGIT_BITS * (digit + 1)
+    def select(self, keys: list[Int], bits: Int, need: Int, histogram: Int, enough: Callable[[Int, Int], Bool]):
+        """Find the `need`-th largest of all threads' keys, digit by digit.
+
+        Args:
+          keys: Keys of this thread, unsigned, of at most `bits` bits.
+          bits: See `keys`.
+          need: Rank to find, at least 1.
+          histogram: The one to use first.
+          enough: Says whether to stop at a range of keys, from how many it holds and how many of them are needed.
+
+        Returns:
+          Start of the range that holds the key sought, how many of the range are among the `need` best, whether the
+          range is a single key, and the next histogram to use.
+        """
+
+        def body(state):
+            start, need, _, done, histogram = state
+            shift = (done - DIGIT_BITS).max(0)
+            width = em.constant(1) << (done - shift)
             for key in keys:
-                index = ((key >> shift) & (BINS - 1)) + digit * BINS
-                if digit == 0:
-                    self.shared.histograms.increment(index)
-                else:
-                    with em.when((key >> (shift + DIGIT_BITS)).equals(prefix)):
-                        self.shared.histograms.increment(index)
+                digit = (key - start) >> shift
+                with em.when(digit.ult(width)):
+                    self.shared.histograms.increment(digit + histogram)
             self.barrier()
-            if digit > 0:  # every warp is past the previous digit
-                self.clear_histogram(digit - 1)
-            found, above = self.find_bin(digit, need)
-            prefix = (prefix << DIGIT_BITS) | found
-            need = need - above
-        return prefix, need
+            # Every warp is past the histogram before; two barriers from now it is used again.
+            before = histogram - BINS
+            self.clear_histogram((before < 0).choose(BINS * (HISTOGRAMS - 1), before))
+            found, above = self.find_bin(histogram, need)
+            size = self.shared.histograms.load(histogram + found)
+            after = histogram + BINS
+            after = (after >= BINS * HISTOGRAMS).choose(0, after)
+            return [start + (found << shift), need - above, size, shift, after]
+
+        state = [em.constant(0), need, em.constant(1 << 30), bits, histogram]
+        start, need, _, done, histogram = em.loop_while(
+            state, lambda s: (s[3] > 0) & ~enough(s[2], s[1]), body
+        )
+        return start, need, done.equals(0), histogram
 
     def totals_before(self, slot: Int) -> tuple[Int, Int]:
         """Sum of the counts of the warps before this one, and of all."""
@@ -195,23 +219,49 @@ class Block:
         count = (self.lane < self.layout.warps).choose(count, 0)
         return em.warp_sum((self.lane < self.warp).choose(count, 0)), em.warp_sum(count)
 
-    def cut(self, count: Int) -> Int:
-        """Cut the buffer of `count` > k candidates to the best k, in place and in order; returns the k-th key."""
+    def publish(self, slot: int, value: Int) -> None:
+        """Show a value of the warp to the block."""
+        with em.when(self.lane.equals(0)):
+            self.shared.totals.store(self.warp + slot, value)
+
+    def cut(self, count: Int, gate: Int, histogram: Int, entries: int, write: Callable[[Int, Int, Int], None]):
+        """Pick the best k of the `count` >= k candidates and write them in order.
+
+        Args:
+          count: Candidates in the buffer, at most `entries` a thread.
+          gate: Gate of the stream; no candidate is more than one below it.
+          histogram: The histogram to use first.
+          entries: See `count`.
+          write: Called with the place among the winners, the key and the id of each winner, after the last read.
+
+        Returns:
+          The gate for the columns that follow, and the next histogram to use.
+        """
         layout, shared = self.layout, self.shared
-        first = self.warp * (LANES * layout.entries) + self.lane
-        places = [first + j * LANES for j in range(layout.entries)]
-        keys = [(p < count).choose(sortable_key(shared.values.load(p)), 0) for p in places]
-        threshold, ties = self.select(keys, em.constant(layout.k))
-        # Two 16-bit counts in one word: keys above the threshold, and equal to it.
-        above = [key.ugt(threshold) for key in keys]
-        equal = [key.equals(threshold) for key in keys]
-        packed = em.constant(0)
+        lowest = gate - gate.umin(1)
+        first = self.warp * (LANES * entries) + self.lane
+        places = [first + j * LANES for j in range(entries)]
+        # Places without a candidate come last and look like the lowest key, so that they lose every tie.
+        keys = [(p < count).choose(sortable_key(shared.values.load(self.at(p))) - lowest, 0) for p in places]
+        union = keys[0]
+        for key in keys[1:]:
+            union = union | key
+        self.publish(3 * LANES, em.warp_or(union))
+        self.barrier()
+        union = shared.totals.load(self.lane + 3 * LANES)
+        bits = em.warp_or((self.lane < layout.warps).choose(union, 0)).bit_length()
+        start, need, single, histogram = self.select(
+            keys, bits, em.constant(layout.k), histogram, lambda size, need: size.equals(need)
+        )
+        # A range that is needed as a whole counts as above.
+        least, ties = start + single.choose(1, 0), single.choose(need, 0)
+        above = [key.uge(least) for key in keys]
+        equal = [key.equals(start) for key in keys]
+        packed = em.constant(0)  # two 16-bit counts
         for a, e in zip(above, equal, strict=True):
             packed = packed + a.choose(1, e.choose(1 << 16, 0))
-        packed = em.warp_sum(packed)
-        with em.when(self.lane.equals(0)):
-            shared.totals.store(self.warp + 2 * LANES, packed)
-        ids = [shared.ids.load(p) for p in places]
+        self.publish(2 * LANES, em.warp_sum(packed))
+        ids = [shared.ids.load(self.at(p)) for p in places]
         self.barrier()
         before, _ = self.totals_before(em.constant(2 * LANES))
         above_before, equal_before = before & 0xFFFF, before >> 16
@@ -221,11 +271,20 @@ class Block:
             rank = equal_before + (equal_mask & lower_lanes).popcount()
             place = above_before + (above_mask & lower_lanes).popcount() + rank.min(ties)
             with em.when(a | (e & (rank < ties))):
-                shared.values.store(place, score_of_key(key))
-                shared.ids.store(place, column)
+                write(place, key + lowest, column)
             above_before = above_before + above_mask.popcount()
             equal_before = equal_before + equal_mask.popcount()
-        return threshold
+        # One above the k-th key if that is known: an equal key further on has a higher id.
+        return lowest + least, histogram
+
+    def at(self, place: Int) -> Int:
+        """Where a place of the buffer lies: threads that write 16 neighbouring places each meet few conflicts."""
+        return place ^ ((place >> 4) & 15)
+
+    def keep(self, place: Int, key: Int, column: Int) -> None:
+        """Write a winner back into the buffer."""
+        self.shared.values.store(self.at(place), score_of_key(key))
+        self.shared.ids.store(self.at(place), column)
 
     # ------------------------------------------------------------------------------------------------------- stream
     def steps(self, row: Row) -> Int:
@@ -256,11 +315,15 @@ class Block:
             found += row.data.load4_floats((stratum * stride + jitter + 1) * VECTOR)
         return found
 
-    def sampled_gate(self, row: Row, sample: list[Float]) -> Int:
-        """A gate that about `sample_target` columns of the row pass."""
+    def sampled_gate(self, row: Row, sample: list[Float], histogram: Int) -> list[Int]:
+        """A gate that about `sample_target` columns of the row pass, and the next histogram to use."""
         layout = self.layout
-        rank = em.constant(layout.sample_target * layout.sample_columns).udiv(row.length)
-        return self.select([sortable_key(x) for x in sample], rank.max(1))[0]
+        rank = em.constant(layout.sample_target * layout.sample_columns).udiv(row.length).max(1)
+        keys = [sortable_key(x) for x in sample]
+        gate, _, _, histogram = self.select(
+            keys, em.constant(32), rank, histogram, lambda size, _: size <= (rank >> 3)
+        )
+        return [gate, histogram]
 
     def passing(self, row: Row, step: Int, data: Array, gate: Int) -> Int:
         """Bit i says whether this thread's i-th column of the step is in the row and passes the gate."""
@@ -293,23 +356,24 @@ class Block:
         def body(state):
             place, mask = state
             i = mask.trailing_zeros()
-            self.shared.values.store(place, data.load(i))
-            self.shared.ids.store(place, first + i)
+            self.shared.values.store(self.at(place), data.load(i))
+            self.shared.ids.store(self.at(place), first + i)
             return [place + 1, mask & (mask - 1)]
 
         em.loop_while([place, mask], lambda s: s[1].ugt(0), body)
 
-    def stream(self, row: Row, gate: Int, turn: Int) -> list[Int]:
-        """Collect what passes the gate, which rises as needed; returns the number of candidates and the next turn.
+    def stream(self, row: Row, gate: Int, turn: Int, histogram: Int) -> list[Int]:
+        """Collect what passes the gate, which rises as needed.
 
-        The first steps are on their way into the ring from `turn` on.
+        The first steps are on their way into the ring from `turn` on. Returns the number of candidates, the gate, the
+        next turn and the next histogram.
         """
         layout = self.layout
         steps = self.steps(row)
         zero = em.constant(0)
 
         def body(state):
-            step, count, gate, turn, slot = state
+            step, count, gate, turn, histogram, slot = state
             data = self.shared.ring.wait(turn)
             mask = self.passing(row, step, data, gate)
             mine = mask.popcount()
@@ -324,30 +388,31 @@ class Block:
                 with em.when(step > 0):
                     self.copy_step(row, step + (layout.places - 1), turn + (layout.places - 1))
                 self.append(count + before + inclusive - mine, mask, data, self.first_column(row, step))
-                return [step + 1, count + everyone, gate, turn + 1]
+                return [step + 1, count + everyone, gate, turn + 1, histogram]
 
             def make_room():
-                # One above the k-th key: an equal key further on has a higher id.
-                return [step, em.constant(layout.k), self.cut(count) + 1, turn]
+                risen, following = self.cut(count, gate, histogram, layout.entries, self.keep)
+                return [step, em.constant(layout.k), risen, turn, following]
 
-            after = em.branch(count + everyone <= layout.capacity, state[:4], advance, make_room)
+            after = em.branch(count + everyone <= layout.capacity, state[:5], advance, make_room)
             return [*after, slot ^ LANES]
 
-        after = em.loop_while([zero, zero, gate, turn, zero], lambda s: s[0] < steps, body)
+        state = [zero, zero, gate, turn, histogram, zero]
+        after = em.loop_while(state, lambda s: s[0] < steps, body)
         self.barrier()
-        return [after[1], after[3]]
+        return after[1:5]
 
-    def collect(self, row: Row, gate: Int, turn: Int) -> list[Int]:
+    def collect(self, row: Row, gate: Int, turn: Int, histogram: Int) -> list[Int]:
         """Stream the row, and a second time without a gate when the sampled one let too few pass."""
 
         def body(state):
-            gate, _, turn, _ = state
-            count, turn = self.stream(row, gate, turn)
+            _, gate, _, turn, histogram = state
+            count, gate, turn, histogram = self.stream(row, gate, turn, histogram)
             short = count < self.layout.k
             with em.when(short):
                 self.prime(row, turn)
-            return [em.constant(0), count, turn, short.choose(1, 0)]
+            return [short.choose(1, 0), short.choose(0, gate), count, turn, histogram]
 
-        zero = em.constant(0)
-        _, count, turn, _ = em.loop_while([gate, zero, turn, em.constant(1)], lambda s: s[3] > 0, body)
-        return [count, turn]
+        state = [em.constant(1), gate, em.constant(0), turn, histogram]
+        _, gate, count, turn, histogram = em.loop_while(state, lambda s: s[0] > 0, body)
+        return [count, gate, turn, histogram]
