@@ -172,6 +172,31 @@ class Bool:
         return kind(arith.select(self.value, raw(yes), raw(no)))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wide:
+    """A 64-bit integer value, for offsets into arrays of more than 2**31 elements."""
+
+    value: ir.Value
+
+    @classmethod
+    def of(cls, x: Int) -> "Wide":
+        """Extend a non-negative Int."""
+        return cls(arith.extui(ir.IntegerType.get_signless(64), x.value))
+
+    def __add__(self, other: "Wide"):
+        return Wide(arith.addi(self.value, other.value))
+
+    def __sub__(self, other: "Wide"):
+        return Wide(arith.subi(self.value, other.value))
+
+    def __mul__(self, other: int):
+        return Wide(arith.muli(self.value, arith.constant(self.value.type, other)))
+
+    def low(self) -> Int:
+        """The lower 32 bits."""
+        return Int(arith.trunci(i32_type(), self.value))
+
+
 def raw(x) -> ir.Value:
     """The MLIR value of a wrapper or of a Python int, which is taken modulo 2**32."""
     if isinstance(x, int):
@@ -207,8 +232,8 @@ class Array:
         return cls(pointer, ir.MemRefType(ref.type).element_type == f32_type())
 
     def at(self, index) -> ir.Value:
-        """Pointer to element `index`, an Int, an int or a 64-bit MLIR value."""
-        index = index if isinstance(index, int | ir.Value) else index.value
+        """Pointer to element `index`, an int, an Int or a Wide."""
+        index = index if isinstance(index, int) else index.value
         return mgpu_utils.getelementptr(self.pointer, [index], i32_type())
 
     def shifted(self, index) -> "Array":
@@ -238,16 +263,6 @@ class Array:
     def increment(self, index) -> None:
         """Add 1 to an int32 element, atomically."""
         llvm.atomicrmw(llvm.AtomicBinOp.add, self.at(index), raw(1), llvm.AtomicOrdering.monotonic)
-
-
-def wide(x) -> ir.Value:
-    """A non-negative Int as a 64-bit MLIR value."""
-    return arith.extui(ir.IntegerType.get_signless(64), raw(x))
-
-
-def wide_constant(x: int) -> ir.Value:
-    """A 64-bit constant."""
-    return arith.constant(ir.IntegerType.get_signless(64), x)
 
 
 def _asm(text: str, constraints: str, operands: Sequence[ir.Value]) -> None:
@@ -347,14 +362,13 @@ def when(condition: Bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def strided(start: Int, stop, step: int) -> Iterator[Int]:
-    """Loop of an Int from `start` below `stop`."""
+def strided(start: Int, stop: int, step: int, body: Callable[[Int], None]) -> None:
+    """Run `body` for `start`, `start + step`, .. below `stop`."""
     index = ir.IndexType.get()
     bounds = [arith.index_cast(index, raw(b)) for b in (start, stop, step)]
     loop = scf.ForOp(*bounds, [])
     with ir.InsertionPoint(loop.body):
-        yield Int(arith.index_cast(i32_type(), loop.induction_variable))
+        body(Int(arith.index_cast(i32_type(), loop.induction_variable)))
         scf.yield_([])
 
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.topk import mosaic_emit as em
 from pallas_kernels.topk import mosaic_select as select
@@ -48,7 +47,7 @@ def default_config(columns: int) -> TopkConfig:
     return TopkConfig(sample_vectors=1 if columns <= 1 << 18 else 4)
 
 
-def supports(columns: int, k: int) -> str | None:
+def why_not(columns: int, k: int) -> str | None:
     """Why the kernel cannot run the call, or None."""
     if k > MAX_K:
         return f"{k=} is above {MAX_K}"
@@ -80,27 +79,29 @@ class _Rows:
 
     def row(self, index: em.Int, first: em.Int, length: em.Int) -> select.Row:
         """The row with these bounds."""
-        begin = arith.muli(em.wide(index.udiv(self.layout.slices)), em.wide_constant(self.layout.columns))
-        begin = arith.addi(begin, em.wide(first))
-        skew = em.Int(arith.trunci(em.i32_type(), begin)) & (select.VECTOR - 1)
-        return select.Row(self.scores.shifted(arith.subi(begin, em.wide(skew))), skew, length)
+        begin = em.Wide.of(index.udiv(self.layout.slices)) * self.layout.columns + em.Wide.of(first)
+        skew = begin.low() & (select.VECTOR - 1)
+        return select.Row(self.scores.shifted(begin - em.Wide.of(skew)), skew, length)
 
     def outputs(self, index: em.Int):
         """Where the ids and the scores of a row go."""
-        at = arith.muli(em.wide(index), em.wide_constant(self.layout.k))
+        at = em.Wide.of(index) * self.layout.k
         return self.ids_out.shifted(at), self.scores_out and self.scores_out.shifted(at)
 
     def write_short(self, index: em.Int, first: em.Int, length: em.Int, shift: em.Int) -> None:
         """A row of at most k columns: all of them, without looking at the scores."""
         ids_out, scores_out = self.outputs(index)
         row = self.row(index, first, length)
-        with em.strided(self.block.thread, self.layout.k, self.layout.threads) as i:
+
+        def write(i):
             inside = i < length
-            ids_out.store(i, inside.choose(i + shift, -1))
+            ids_out.store(i, inside.choose(i + shift, em.constant(-1)))
             if scores_out is not None:
                 scores_out.store(i, em.float_from_bits(em.constant(0xFF800000)))
                 with em.when(inside):
                     scores_out.store(i, row.data.load(row.skew + i))
+
+        em.strided(self.block.thread, self.layout.k, self.layout.threads, write)
 
     def next_long(self, index: em.Int, bounds: list[em.Int]) -> list[em.Int]:
         """The next row longer than k from `index` on and its bounds; shorter ones on the way are done at once."""

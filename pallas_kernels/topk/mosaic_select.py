@@ -150,8 +150,10 @@ class Block:
 
     def clear_histogram(self, histogram: Int) -> None:
         """Zero one histogram."""
-        with em.strided(self.thread, BINS, self.layout.threads) as i:
-            self.shared.histograms.store(i + histogram, em.constant(0))
+        zero = em.constant(0)
+        em.strided(
+            self.thread, BINS, self.layout.threads, lambda i: self.shared.histograms.store(i + histogram, zero)
+        )
 
     # ---------------------------------------------------------------------------------------------------- selection
     def find_bin(self, histogram: Int, need: Int) -> tuple[Int, Int]:
