@@ -280,7 +280,7 @@ class BulkRing:
     Attributes:
       data: The places, one after another.
       barriers: One 64-bit mbarrier a place, in an int32 array.
-      places: How many there are, a power of two.
+      places: How many there are.
       columns: Float32 elements of one place.
     """
 
@@ -297,7 +297,7 @@ class BulkRing:
 
     def copy(self, turn: Int, source: Array, first: Int, columns: Int) -> None:
         """One thread starts the copy of `columns` (a multiple of 4) from `first` on into the place of this turn."""
-        place = turn & (self.places - 1)
+        place = turn - turn.udiv(self.places) * self.places
         barrier = self.barriers.at(place * 2)
         size = (columns * 4).value
         _asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r", [barrier, size])
@@ -309,8 +309,8 @@ class BulkRing:
 
     def wait(self, turn: Int) -> Array:
         """Wait until the place of this turn is full; returns it."""
-        place = turn & (self.places - 1)
-        phase = (turn >> (self.places.bit_length() - 1)) & 1
+        rounds = turn.udiv(self.places)
+        place, phase = turn - rounds * self.places, rounds & 1
         _asm(
             "{ .reg .pred full; WAIT_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 full, [$0], $1; "
             "@full bra FULL_${:uid}; bra WAIT_${:uid}; FULL_${:uid}: }",
@@ -326,9 +326,9 @@ def thread_index() -> Int:
     return Int(mgpu_utils.thread_idx())
 
 
-def block_barrier(threads: int) -> None:
-    """Wait for all threads of the block. Barrier 15: Mosaic keeps the lower ones for itself."""
-    _asm(f"bar.sync 15, {threads};", "", [])
+def team_barrier(team: Int, threads: int) -> None:
+    """Wait for all threads of the team. Barriers 15 and down: Mosaic keeps the lowest ones for itself."""
+    _asm(f"bar.sync $0, {threads};", "r", [(constant(15) - team).value])
 
 
 def ballot(condition: Bool) -> Int:

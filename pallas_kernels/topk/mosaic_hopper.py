@@ -1,4 +1,4 @@
-"""Exact top-k for Hopper: one pass over each row, one thread block a row, more for few long rows."""
+"""Exact top-k for Hopper: one pass over each row by a team of warps; few long rows are cut into slices."""
 
 import dataclasses
 import functools
@@ -20,13 +20,15 @@ class TopkConfig:
     """Tuning of the kernel.
 
     Attributes:
-      warpgroups: Warpgroups of a block, 128 threads each.
+      teams: Teams of a block, 1 or 2; each works on its own rows.
+      warpgroups: Warpgroups of a team, 128 threads each.
       places: Steps of the row that are on their way into shared memory at once.
       sample_vectors: 16-byte pieces a thread samples for the first gate; 0 starts without one.
       target_share: Where between k and the buffer's size the expected number of passing columns lies.
       blocks: Blocks of the grid, one for each SM of the GPU.
     """
 
+    teams: int = 1
     warpgroups: int = 4
     places: int = 4
     sample_vectors: int = 1
@@ -36,8 +38,10 @@ class TopkConfig:
     def __post_init__(self):
         if self.warpgroups not in (1, 2, 4, 8):
             raise ValueError(f"warpgroups must be 1, 2, 4 or 8, got {self.warpgroups}")
-        if self.places not in (2, 4, 8):
-            raise ValueError(f"places must be 2, 4 or 8, got {self.places}")
+        if self.teams not in (1, 2):
+            raise ValueError(f"teams must be 1 or 2, got {self.teams}")
+        if self.places < 2:
+            raise ValueError(f"places must be at least 2, got {self.places}")
         if not 0 < self.target_share < 1:
             raise ValueError(f"target_share must be between 0 and 1, got {self.target_share}")
 
@@ -57,16 +61,18 @@ def why_not(columns: int, k: int) -> str | None:
 
 
 def _layout(config: TopkConfig, columns: int, k: int, slices: int) -> select.Layout:
-    layout = select.Layout(k, columns, slices, 4 * config.warpgroups, config.places, config.sample_vectors, 0)
+    layout = select.Layout(
+        k, columns, slices, config.teams, 4 * config.warpgroups, config.places, config.sample_vectors, 0
+    )
     target = k + int(config.target_share * (layout.capacity - k))
     return dataclasses.replace(layout, sample_target=target)
 
 
 class _Rows:
-    """Emits the walk of one block over its rows: every `blocks`-th, the copies of the next one under way early."""
+    """Emits the walk of one team over its rows: every `stride`-th, the copies of the next one under way early."""
 
-    def __init__(self, rows: int, blocks: int, block: select.Block, scores, starts, ends, ids_out, scores_out):
-        self.rows, self.blocks, self.block, self.layout = rows, blocks, block, block.layout
+    def __init__(self, rows: int, stride: int, team: select.Team, scores, starts, ends, ids_out, scores_out):
+        self.rows, self.stride, self.team, self.layout = rows, stride, team, team.layout
         self.scores, self.starts, self.ends = scores, starts, ends
         self.ids_out, self.scores_out = ids_out, scores_out
 
@@ -101,7 +107,7 @@ class _Rows:
                 with em.when(inside):
                     scores_out.store(i, row.data.load(row.skew + i))
 
-        em.strided(self.block.thread, self.layout.k, self.layout.threads, write)
+        em.strided(self.team.thread, self.layout.k, self.layout.threads, write)
 
     def next_long(self, index: em.Int, bounds: list[em.Int]) -> list[em.Int]:
         """The next row longer than k from `index` on and its bounds; shorter ones on the way are done at once."""
@@ -111,7 +117,7 @@ class _Rows:
 
         def write(state):
             self.write_short(*state)
-            index = state[0] + self.blocks
+            index = state[0] + self.stride
             return [index, *self.bounds(index)]
 
         return em.loop_while([index, *bounds], is_short, write)
@@ -127,29 +133,29 @@ class _Rows:
         sample = [em.float_from_bits(em.constant(0))] * (layout.sample_vectors * select.VECTOR)
         row = self.row(index.min(self.rows - 1), first, length)
         with em.when(index < self.rows):
-            self.block.prime(row, turn)
+            self.team.prime(row, turn)
         if sample:
             some = (index < self.rows) & self.wants_sample(length)
-            sample = em.branch(some, sample, lambda: self.block.sample(row), lambda: sample)
+            sample = em.branch(some, sample, lambda: self.team.sample(row), lambda: sample)
         return [index, first, length, shift, turn, histogram, *sample]
 
     def run(self, index: em.Int) -> None:
-        """All rows of the block, whose first is `index`."""
-        block, zero = self.block, em.constant(0)
+        """All rows of the team, whose first is `index`."""
+        team, zero = self.team, em.constant(0)
 
         def body(state):
             index, first, length, shift, turn, histogram, *sample = state
-            following = self.bounds(index + self.blocks)
+            following = self.bounds(index + self.stride)
             row, gate = self.row(index, first, length), zero
             if sample:
                 gate, histogram = em.branch(
                     self.wants_sample(length),
                     [gate, histogram],
-                    lambda: block.sampled_gate(row, sample, histogram),
+                    lambda: team.sampled_gate(row, sample, histogram),
                     lambda: [gate, histogram],
                 )
-            count, gate, turn, histogram = block.collect(row, gate, turn, histogram)
-            begun = self.begin(index + self.blocks, following, turn, histogram)
+            count, gate, turn, histogram = team.collect(row, gate, turn, histogram)
+            begun = self.begin(index + self.stride, following, turn, histogram)
             begun[5] = self.finish(index, shift, count, gate, histogram)
             return begun
 
@@ -166,7 +172,7 @@ class _Rows:
                 scores_out.store(place, select.score_of_key(key))
 
         def cut(entries):
-            return [self.block.cut(count, gate, histogram, entries, write)[1]]
+            return [self.team.cut(count, gate, histogram, entries, write)[1]]
 
         few = layout.few_entries
         fits = count <= few * layout.threads
@@ -181,16 +187,27 @@ def _body(rows: int, blocks: int, layout: select.Layout, with_scores: bool):
         *arrays, index = refs
         scores, starts, ends, ids_out, *rest = map(em.Array.of, arrays)
         scores_out = rest.pop(0) if with_scores else None
-        values, ids, histograms, totals, ring, barriers = rest
-        shared = select.Shared(
-            values, ids, histograms, totals, em.BulkRing(ring, barriers, layout.places, layout.step)
-        )
-        block = select.Block(layout, shared)
-        block.initialise()
-        walk = _Rows(rows, blocks, block, scores, starts, ends, ids_out, scores_out)
-        walk.run(em.Int(index.registers.flat[0]))
+        team = em.thread_index() >> (layout.threads.bit_length() - 1)
+        own = [x.shifted(team * size) for x, (size, _) in zip(rest, _shared_arrays(layout), strict=True)]
+        ring = em.BulkRing(*own[4:], layout.places, layout.step)
+        worker = select.Team(layout, select.Shared(*own[:4], ring), team)
+        worker.initialise()
+        walk = _Rows(rows, blocks * layout.teams, worker, scores, starts, ends, ids_out, scores_out)
+        walk.run(em.Int(index.registers.flat[0]) * layout.teams + team)
 
     return emit
+
+
+def _shared_arrays(layout: select.Layout) -> list[tuple[int, jnp.dtype]]:
+    """Size and dtype of each array of a team in shared memory, in the order of `Shared` and `BulkRing`."""
+    return [
+        (layout.capacity, jnp.float32),
+        (layout.capacity, jnp.int32),
+        (select.HISTOGRAMS * select.BINS, jnp.int32),
+        (4 * select.LANES, jnp.int32),
+        (layout.places * layout.step, jnp.float32),
+        (2 * layout.places, jnp.int32),
+    ]
 
 
 @functools.lru_cache
@@ -199,14 +216,7 @@ def _build(rows: int, blocks: int, layout: select.Layout, with_scores: bool):
     outputs = [jax.ShapeDtypeStruct((rows * layout.k,), jnp.int32)]
     if with_scores:
         outputs.append(jax.ShapeDtypeStruct((rows * layout.k,), jnp.float32))
-    scratch = [
-        plgpu.SMEM((layout.capacity,), jnp.float32),
-        plgpu.SMEM((layout.capacity,), jnp.int32),
-        plgpu.SMEM((select.HISTOGRAMS * select.BINS,), jnp.int32),
-        plgpu.SMEM((4 * select.LANES,), jnp.int32),
-        plgpu.SMEM((layout.places * layout.step,), jnp.float32),
-        plgpu.SMEM((2 * layout.places,), jnp.int32),
-    ]
+    scratch = [plgpu.SMEM((layout.teams * size,), dtype) for size, dtype in _shared_arrays(layout)]
     refs = 3 + len(outputs) + len(scratch)
     emit = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * refs + (plgpu.Layout.WG_SPLAT(()),))(
         _body(rows, blocks, layout, with_scores)
@@ -220,13 +230,17 @@ def _build(rows: int, blocks: int, layout: select.Layout, with_scores: bool):
         out_type=outputs,
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=layout.warps // 4,
+        num_threads=layout.teams * layout.warps // 4,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
+
+
+def _blocks(rows: int, config: TopkConfig) -> int:
+    return min(-(-rows // config.teams), config.blocks)
 
 
 def slices_of_row(rows: int, columns: int, k: int, blocks: int) -> int:
@@ -249,7 +263,7 @@ def topk(
     slices = slices_of_row(rows, columns, k, config.blocks)
     if slices > 1:
         return _topk_sliced(scores, k, key_start, key_end, slices, return_scores, config)
-    kernel = _build(rows, min(rows, config.blocks), _layout(config, columns, k, 1), return_scores)
+    kernel = _build(rows, _blocks(rows, config), _layout(config, columns, k, 1), return_scores)
     out = kernel(scores, key_start, key_end)
     out = [x.reshape(rows, k) for x in out]
     return (out[0], out[1]) if return_scores else out[0]
@@ -263,7 +277,7 @@ def _topk_sliced(scores, k, key_start, key_end, slices, return_scores, config):
     first = jnp.maximum(key_start, 0)
     starts = first[:, None] + offsets  # [T, P]
     ends = jnp.minimum(starts + width, jnp.minimum(key_end, columns)[:, None])
-    kernel = _build(rows * slices, min(rows * slices, config.blocks), _layout(config, columns, k, slices), True)
+    kernel = _build(rows * slices, _blocks(rows * slices, config), _layout(config, columns, k, slices), True)
     ids, values = kernel(scores, starts.reshape(-1), ends.reshape(-1))
     # Only the last slice of a row that holds any column can have fewer than k winners, so the valid ones are in front.
     valid = jnp.clip(ends - starts, 0, k).sum(axis=1, dtype=jnp.int32)

@@ -1,10 +1,11 @@
-"""Body of the top-k kernel: a thread block keeps the best k of a row while it streams through it once.
+"""Body of the top-k kernel: a team of threads keeps the best k of a row while it streams through it once.
 
-The block holds a buffer of candidates in ascending column order and a gate, the lowest key that is still of interest.
+A block has one team or two, each with its own rows and its own shared memory, so that one can stream while the other
+selects. A team holds a buffer of candidates in ascending column order and a gate, the lowest key that is still of interest.
 
 1. A sample of a long row sets the first gate so that a little more than k columns should pass it.
 2. Bulk copies bring the row into a ring of places in shared memory. Each thread looks at 16 neighbouring columns; the
-   block adds up how many pass the gate before each thread, and only then anything is appended, so that nothing ever
+   team adds up how many pass the gate before each thread, and only then anything is appended, so that nothing ever
    has to be undone.
 3. When the buffer would overflow, a radix selection cuts it to its best k, ties to the lower column, and the gate rises
    above the k-th key: later columns of the same key have higher ids and lose anyway.
@@ -37,7 +38,8 @@ class Layout:
       k: How many columns to keep.
       columns: Columns of the scores, S.
       slices: How many parts each row of the scores is cut into; each is a row to the kernel.
-      warps: Warps of a block.
+      teams: Teams of a block.
+      warps: Warps of a team.
       places: Places of the ring.
       sample_vectors: 16-byte loads of a thread for the sample; 0 starts without a gate.
       sample_target: Expected number of columns that pass the sampled gate.
@@ -46,6 +48,7 @@ class Layout:
     k: int
     columns: int
     slices: int
+    teams: int
     warps: int
     places: int
     sample_vectors: int
@@ -53,7 +56,7 @@ class Layout:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a team."""
         return self.warps * LANES
 
     @property
@@ -84,7 +87,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Arrays in shared memory.
+    """Arrays of a team in shared memory.
 
     Attributes:
       values: Scores of the candidates [capacity] float32.
@@ -103,7 +106,7 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a block works on.
+    """What a team works on.
 
     Attributes:
       data: Scores from the last 16-byte boundary at or before the row's first column.
@@ -127,18 +130,18 @@ def score_of_key(key: Int) -> Float:
     return em.float_from_bits((key < 0).choose(key ^ 0x80000000, key ^ -1))
 
 
-class Block:
-    """Emits the parts of the kernel for one thread; see the module's docstring."""
+class Team:
+    """Emits the parts of the kernel for one thread of team `index`; see the module's docstring."""
 
-    def __init__(self, layout: Layout, shared: Shared):
-        self.layout, self.shared = layout, shared
-        self.thread = em.thread_index()
+    def __init__(self, layout: Layout, shared: Shared, index: Int):
+        self.layout, self.shared, self.index = layout, shared, index
+        self.thread = em.thread_index() - index * layout.threads
         self.lane = self.thread & (LANES - 1)
         self.warp = self.thread >> 5
 
     def barrier(self) -> None:
-        """Wait for the whole block."""
-        em.block_barrier(self.layout.threads)
+        """Wait for the whole team."""
+        em.team_barrier(self.index, self.layout.threads)
 
     def initialise(self) -> None:
         """Make the barriers of the ring and clear the histograms."""
@@ -222,11 +225,11 @@ class Block:
         return em.warp_sum((self.lane < self.warp).choose(count, 0)), em.warp_sum(count)
 
     def publish(self, slot: int, value: Int) -> None:
-        """Show a value of the warp to the block."""
+        """Show a value of the warp to the team."""
         with em.when(self.lane.equals(0)):
             self.shared.totals.store(self.warp + slot, value)
 
-    def cut(self, count: Int, gate: Int, histogram: Int, entries: int, write: Callable[[Int, Int, Int], None]):
+    def cut(self, count: Int, gate: Int, histogram: Int, entries: int, write: Callable | None = None):
         """Pick the best k of the `count` >= k candidates and write them in order.
 
         Args:
@@ -234,7 +237,8 @@ class Block:
           gate: Gate of the stream; no candidate is more than one below it.
           histogram: The histogram to use first.
           entries: See `count`.
-          write: Called with the place among the winners, the key and the id of each winner, after the last read.
+          write: Called with the place among the winners, the key and the id of each winner; None keeps them in the
+            buffer.
 
         Returns:
           The gate for the columns that follow, and the next histogram to use.
@@ -263,17 +267,22 @@ class Block:
         for a, e in zip(above, equal, strict=True):
             packed = packed + a.choose(1, e.choose(1 << 16, 0))
         self.publish(2 * LANES, em.warp_sum(packed))
-        ids = [shared.ids.load(self.at(p)) for p in places]
+        in_place = write is None
+        ids = [shared.ids.load(self.at(p)) for p in places] if in_place else []
         self.barrier()
         before, _ = self.totals_before(em.constant(2 * LANES))
         above_before, equal_before = before & 0xFFFF, before >> 16
         lower_lanes = (em.constant(1) << self.lane) - 1
-        for a, e, key, column in zip(above, equal, keys, ids, strict=True):
+        for j, (a, e, key) in enumerate(zip(above, equal, keys, strict=True)):
             above_mask, equal_mask = em.ballot(a), em.ballot(e)
             rank = equal_before + (equal_mask & lower_lanes).popcount()
             place = above_before + (above_mask & lower_lanes).popcount() + rank.min(ties)
             with em.when(a | (e & (rank < ties))):
-                write(place, key + lowest, column)
+                if in_place:
+                    shared.values.store(self.at(place), score_of_key(key + lowest))
+                    shared.ids.store(self.at(place), ids[j])
+                else:
+                    write(place, key + lowest, shared.ids.load(self.at(places[j])))
             above_before = above_before + above_mask.popcount()
             equal_before = equal_before + equal_mask.popcount()
         # One above the k-th key if that is known: an equal key further on has a higher id.
@@ -282,11 +291,6 @@ class Block:
     def at(self, place: Int) -> Int:
         """Where a place of the buffer lies: threads that write 16 neighbouring places each meet few conflicts."""
         return place ^ ((place >> 4) & 15)
-
-    def keep(self, place: Int, key: Int, column: Int) -> None:
-        """Write a winner back into the buffer."""
-        self.shared.values.store(self.at(place), score_of_key(key))
-        self.shared.ids.store(self.at(place), column)
 
     # ------------------------------------------------------------------------------------------------------- stream
     def steps(self, row: Row) -> Int:
@@ -393,7 +397,7 @@ class Block:
                 return [step + 1, count + everyone, gate, turn + 1, histogram]
 
             def make_room():
-                risen, following = self.cut(count, gate, histogram, layout.entries, self.keep)
+                risen, following = self.cut(count, gate, histogram, layout.entries)
                 return [step, em.constant(layout.k), risen, turn, following]
 
             after = em.branch(count + everyone <= layout.capacity, state[:5], advance, make_room)

@@ -30,31 +30,20 @@ def run(scores, k, starts, ends, *, slices=1, blocks=2, seen=None, **changes):
     for index in range(blocks):
         simt.Machine.start(layout.threads)
 
-        def shared(size, dtype):
-            return simt.Array.of(np.full(size, 99, dtype), shared=True)
-
-        ring = simt.BulkRing(shared(layout.places * layout.step, np.float32), None, layout.places, layout.step)
-        block = mosaic_select.Block(
-            layout,
-            mosaic_select.Shared(
-                shared(layout.capacity, np.float32),
-                shared(layout.capacity, np.int32),
-                shared(mosaic_select.HISTOGRAMS * mosaic_select.BINS, np.int32),
-                shared(4 * mosaic_select.LANES, np.int32),
-                ring,
-            ),
-        )
+        own = [simt.Array.of(np.full(size, 99, dtype), shared=True) for size, dtype in mosaic_hopper._shared_arrays(layout)]
+        ring = simt.BulkRing(own[4], None, layout.places, layout.step)
+        team = mosaic_select.Team(layout, mosaic_select.Shared(*own[:4], ring), simt.constant(0))
         if seen is not None:
-            _watch(block, seen)
-        block.initialise()
-        walk = mosaic_hopper._Rows(rows, blocks, block, data, *bounds, ids, values)
+            _watch(team, seen)
+        team.initialise()
+        walk = mosaic_hopper._Rows(rows, blocks, team, data, *bounds, ids, values)
         walk.run(simt.constant(index))
     return ids.memory.data.reshape(rows, k), values.memory.data.reshape(rows, k)
 
 
-def _watch(block, seen):
+def _watch(team, seen):
     """Count the cuts in the middle of a row and the rows streamed twice."""
-    cut, stream = block.cut, block.stream
+    cut, stream = team.cut, team.stream
 
     def counted_cut(*args):
         seen["cuts"] = seen.get("cuts", 0) + 1
@@ -64,7 +53,7 @@ def _watch(block, seen):
         seen["streams"] = seen.get("streams", 0) + 1
         return stream(*args)
 
-    block.cut, block.stream = counted_cut, counted_stream
+    team.cut, team.stream = counted_cut, counted_stream
 
 
 def check(scores, k, starts, ends, **options):
@@ -144,7 +133,7 @@ def test_a_missing_barrier_is_noticed(monkeypatch, missing):
     """The check for races can fail: without the barriers of one part it does."""
     scores = np.random.default_rng(8).standard_normal((1, 9000)).astype(np.float32)
     name = ("select", "stream")[missing]
-    real = getattr(mosaic_select.Block, name)
+    real = getattr(mosaic_select.Team, name)
 
     def without_barriers(self, *args):
         own = self.barrier
@@ -154,7 +143,7 @@ def test_a_missing_barrier_is_noticed(monkeypatch, missing):
         finally:
             self.barrier = own
 
-    monkeypatch.setattr(mosaic_select.Block, name, without_barriers)
+    monkeypatch.setattr(mosaic_select.Team, name, without_barriers)
     with pytest.raises(AssertionError, match="races|waited|threads write"):
         check(scores, 40, [0], [9000], blocks=1)
 
