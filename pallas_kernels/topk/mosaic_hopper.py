@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.topk import mosaic_emit as em
 from pallas_kernels.topk import mosaic_select as select
+from pallas_kernels.topk.mosaic_stream import Row, RowSource, StreamingTeam
 
 MAX_K = 2048
 
@@ -71,7 +72,7 @@ def _layout(config: TopkConfig, columns: int, k: int, slices: int) -> select.Lay
 class _Rows:
     """Emits the walk of one team over its rows: every `stride`-th, the copies of the next one under way early."""
 
-    def __init__(self, rows: int, stride: int, team: select.Team, scores, starts, ends, ids_out, scores_out):
+    def __init__(self, rows: int, stride: int, team: StreamingTeam, scores, starts, ends, ids_out, scores_out):
         self.rows, self.stride, self.team, self.layout = rows, stride, team, team.layout
         self.scores, self.starts, self.ends = scores, starts, ends
         self.ids_out, self.scores_out = ids_out, scores_out
@@ -83,11 +84,11 @@ class _Rows:
         first = start.max(0)
         return [first, end.min(self.layout.columns) - first, first - start]
 
-    def row(self, index: em.Int, first: em.Int, length: em.Int) -> select.Row:
+    def row(self, index: em.Int, first: em.Int, length: em.Int) -> Row:
         """The row with these bounds."""
         begin = em.Wide.of(index.udiv(self.layout.slices)) * self.layout.columns + em.Wide.of(first)
         skew = begin.low() & (select.VECTOR - 1)
-        return select.Row(self.scores.shifted(begin - em.Wide.of(skew)), skew, length)
+        return Row(self.scores.shifted(begin - em.Wide.of(skew)), skew, length)
 
     def outputs(self, index: em.Int):
         """Where the ids and the scores of a row go."""
@@ -133,7 +134,7 @@ class _Rows:
         sample = [em.float_from_bits(em.constant(0))] * (layout.sample_vectors * select.VECTOR)
         row = self.row(index.min(self.rows - 1), first, length)
         with em.when(index < self.rows):
-            self.team.prime(row, turn)
+            RowSource(self.team, row).prime(turn)
         if sample:
             some = (index < self.rows) & self.wants_sample(length)
             sample = em.branch(some, sample, lambda: self.team.sample(row), lambda: sample)
@@ -154,7 +155,7 @@ class _Rows:
                     lambda: team.sampled_gate(row, sample, histogram),
                     lambda: [gate, histogram],
                 )
-            count, gate, turn, histogram = team.collect(row, gate, turn, histogram)
+            count, gate, turn, histogram = team.collect(RowSource(team, row), gate, turn, histogram)
             begun = self.begin(index + self.stride, following, turn, histogram)
             begun[5] = self.finish(index, shift, count, gate, histogram)
             return begun
@@ -172,7 +173,7 @@ class _Rows:
                 scores_out.store(place, select.score_of_key(key))
 
         def cut(entries):
-            return [self.team.cut(count, gate, histogram, entries, write)[1]]
+            return [self.team.cut(count, gate, histogram, entries, write)[2]]
 
         few = layout.few_entries
         fits = count <= few * layout.threads
@@ -190,7 +191,7 @@ def _body(rows: int, blocks: int, layout: select.Layout, with_scores: bool):
         team = em.thread_index() >> (layout.threads.bit_length() - 1)
         own = [x.shifted(team * size) for x, (size, _) in zip(rest, _shared_arrays(layout), strict=True)]
         ring = em.BulkRing(*own[4:], layout.places, layout.step)
-        worker = select.Team(layout, select.Shared(*own[:4], ring), team)
+        worker = StreamingTeam(layout, select.Shared(*own[:4], ring), team)
         worker.initialise()
         walk = _Rows(rows, blocks * layout.teams, worker, scores, starts, ends, ids_out, scores_out)
         walk.run(em.Int(index.registers.flat[0]) * layout.teams + team)

@@ -1,18 +1,6 @@
-"""Body of the top-k kernel: a team of threads keeps the best k of a row while it streams through it once.
+"""Selection in the top-k kernel: how a team of threads cuts its buffer of candidates to the best k.
 
-A block has one team or two, each with its own rows and its own shared memory, so that one can stream while the other
-selects. A team holds a buffer of candidates in ascending column order and a gate, the lowest key that is still of interest.
-
-1. A sample of a long row sets the first gate so that a little more than k columns should pass it.
-2. Bulk copies bring the row into a ring of places in shared memory. Each thread looks at 16 neighbouring columns; the
-   team adds up how many pass the gate before each thread, and only then anything is appended, so that nothing ever
-   has to be undone.
-3. When the buffer would overflow, a radix selection cuts it to its best k, ties to the lower column, and the gate rises
-   above the k-th key: later columns of the same key have higher ids and lose anyway.
-4. When the row ends, the same cut leaves the answer. Fewer than k candidates can only mean that the sampled gate was too
-   high: the row is then streamed again without one.
-
-No input can drop a winner, the order of the output is ascending, and no result depends on the order of atomics.
+See `mosaic_stream` for the whole algorithm.
 """
 
 import dataclasses
@@ -27,7 +15,8 @@ PER_THREAD = 16  # neighbouring columns of a thread in one step
 DIGIT_BITS = 8
 BINS = 1 << DIGIT_BITS
 HISTOGRAMS = 3
-NAN_KEY = 0x007FFFFE  # just below the key of -inf, 0x007FFFFF; 0 marks an empty place
+LOWEST_KEY = 0x007FFFFF  # of -inf
+NAN_KEY = LOWEST_KEY - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,21 +93,6 @@ class Shared:
     ring: BulkRing
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What a team works on.
-
-    Attributes:
-      data: Scores from the last 16-byte boundary at or before the row's first column.
-      skew: Columns between that boundary and the first column.
-      length: Columns of the row.
-    """
-
-    data: Array
-    skew: Int
-    length: Int
-
-
 def sortable_key(x: Float) -> Int:
     """Unsigned key in the order of the scores: NaN lowest, then -inf .. +inf, with -0.0 equal to 0.0."""
     bits = x.is_zero().choose(0, x.bits())
@@ -131,7 +105,7 @@ def score_of_key(key: Int) -> Float:
 
 
 class Team:
-    """Emits the parts of the kernel for one thread of team `index`; see the module's docstring."""
+    """Emits the parts of the kernel for one thread of team `index`."""
 
     def __init__(self, layout: Layout, shared: Shared, index: Int):
         self.layout, self.shared, self.index = layout, shared, index
@@ -241,7 +215,8 @@ class Team:
             buffer.
 
         Returns:
-          The gate for the columns that follow, and the next histogram to use.
+          A key that no winner is below and fewer than k others reach, the gate for the columns that follow, and the
+          next histogram to use.
         """
         layout, shared = self.layout, self.shared
         lowest = gate - gate.umin(1)
@@ -286,139 +261,8 @@ class Team:
             above_before = above_before + above_mask.popcount()
             equal_before = equal_before + equal_mask.popcount()
         # One above the k-th key if that is known: an equal key further on has a higher id.
-        return lowest + least, histogram
+        return lowest + start, lowest + least, histogram
 
     def at(self, place: Int) -> Int:
         """Where a place of the buffer lies: threads that write 16 neighbouring places each meet few conflicts."""
         return place ^ ((place >> 4) & 15)
-
-    # ------------------------------------------------------------------------------------------------------- stream
-    def steps(self, row: Row) -> Int:
-        """Steps of the stream over a row."""
-        return (row.length + row.skew + (self.layout.step - 1)).udiv(self.layout.step)
-
-    def copy_step(self, row: Row, step: Int, turn: Int) -> None:
-        """One thread starts the copy of a step, if the row has it. Whole 16 bytes never cross the end of a page."""
-        layout = self.layout
-        first = step * layout.step
-        columns = ((row.length + row.skew + (VECTOR - 1)) & -VECTOR) - first
-        with em.when(self.thread.equals(0) & (columns > 0)):
-            self.shared.ring.copy(turn, row.data, first, columns.min(layout.step))
-
-    def prime(self, row: Row, turn: Int) -> None:
-        """Start the copies of the first steps of a row."""
-        for i in range(self.layout.places):
-            self.copy_step(row, em.constant(i), turn + i)
-
-    def sample(self, row: Row) -> list[Float]:
-        """16-byte pieces spread over the row, all but the first and the last, which may lie partly outside."""
-        layout = self.layout
-        stride = ((row.length >> 2) - 2).udiv(layout.threads * layout.sample_vectors)
-        found = []
-        for i in range(layout.sample_vectors):
-            stratum = self.thread + i * layout.threads
-            jitter = (stratum * 0x9E3779B1).mul_high(stride)
-            found += row.data.load4_floats((stratum * stride + jitter + 1) * VECTOR)
-        return found
-
-    def sampled_gate(self, row: Row, sample: list[Float], histogram: Int) -> list[Int]:
-        """A gate that about `sample_target` columns of the row pass, and the next histogram to use."""
-        layout = self.layout
-        rank = em.constant(layout.sample_target * layout.sample_columns).udiv(row.length).max(1)
-        keys = [sortable_key(x) for x in sample]
-        gate, _, _, histogram = self.select(
-            keys, em.constant(32), rank, histogram, lambda size, _: size <= (rank >> 3)
-        )
-        return [gate, histogram]
-
-    def passing(self, row: Row, step: Int, data: Array, gate: Int) -> Int:
-        """Bit i says whether this thread's i-th column of the step is in the row and passes the gate."""
-        bound = score_of_key(gate)
-        pieces = PER_THREAD // VECTOR
-        # Each lane starts at another piece, or the 64-byte stride would put the lanes on the same banks.
-        order = [((self.lane >> 1) + u) & (pieces - 1) for u in range(pieces)]
-        loaded = [data.load4_floats(self.thread * PER_THREAD + piece * VECTOR) for piece in order]
-        mask = em.constant(0)
-        for piece, scores in zip(order, loaded, strict=True):
-            bits = em.constant(0)
-            for e, x in enumerate(scores):
-                bits = bits | (x >= bound).choose(1 << e, 0)
-            mask = mask | (bits << (piece * VECTOR))
-        mask = gate.ule(NAN_KEY).choose((1 << PER_THREAD) - 1, mask)
-        first = self.first_column(row, step)
-        begin = em.constant(0).max(em.constant(0) - first).min(PER_THREAD)
-        end = (row.length - first).max(0).min(PER_THREAD)
-        inside = ((em.constant(1) << end) - 1) & (em.constant(-1) << begin)
-        return mask & inside
-
-    def first_column(self, row: Row, step: Int) -> Int:
-        """Id of this thread's first column of a step; below 0 before the row."""
-        return step * self.layout.step + self.thread * PER_THREAD - row.skew
-
-    def append(self, place: Int, mask: Int, data: Array, first: Int) -> None:
-        """Append the columns of the mask, which are in order."""
-        data = data.shifted(self.thread * PER_THREAD)
-
-        def body(state):
-            place, mask = state
-            i = mask.trailing_zeros()
-            self.shared.values.store(self.at(place), data.load(i))
-            self.shared.ids.store(self.at(place), first + i)
-            return [place + 1, mask & (mask - 1)]
-
-        em.loop_while([place, mask], lambda s: s[1].ugt(0), body)
-
-    def stream(self, row: Row, gate: Int, turn: Int, histogram: Int) -> list[Int]:
-        """Collect what passes the gate, which rises as needed.
-
-        The first steps are on their way into the ring from `turn` on. Returns the number of candidates, the gate, the
-        next turn and the next histogram.
-        """
-        layout = self.layout
-        steps = self.steps(row)
-        zero = em.constant(0)
-
-        def body(state):
-            step, count, gate, turn, histogram, slot = state
-            data = self.shared.ring.wait(turn)
-            mask = self.passing(row, step, data, gate)
-            mine = mask.popcount()
-            inclusive = em.inclusive_sum(mine, self.lane)
-            with em.when(self.lane.equals(LANES - 1)):
-                self.shared.totals.store(slot + self.warp, inclusive)
-            self.barrier()
-            before, everyone = self.totals_before(slot)
-
-            def advance():
-                # The place of the step before is free now: all threads have appended what they found there.
-                with em.when(step > 0):
-                    self.copy_step(row, step + (layout.places - 1), turn + (layout.places - 1))
-                self.append(count + before + inclusive - mine, mask, data, self.first_column(row, step))
-                return [step + 1, count + everyone, gate, turn + 1, histogram]
-
-            def make_room():
-                risen, following = self.cut(count, gate, histogram, layout.entries)
-                return [step, em.constant(layout.k), risen, turn, following]
-
-            after = em.branch(count + everyone <= layout.capacity, state[:5], advance, make_room)
-            return [*after, slot ^ LANES]
-
-        state = [zero, zero, gate, turn, histogram, zero]
-        after = em.loop_while(state, lambda s: s[0] < steps, body)
-        self.barrier()
-        return after[1:5]
-
-    def collect(self, row: Row, gate: Int, turn: Int, histogram: Int) -> list[Int]:
-        """Stream the row, and a second time without a gate when the sampled one let too few pass."""
-
-        def body(state):
-            _, gate, _, turn, histogram = state
-            count, gate, turn, histogram = self.stream(row, gate, turn, histogram)
-            short = count < self.layout.k
-            with em.when(short):
-                self.prime(row, turn)
-            return [short.choose(1, 0), short.choose(0, gate), count, turn, histogram]
-
-        state = [em.constant(1), gate, em.constant(0), turn, histogram]
-        _, gate, count, turn, histogram = em.loop_while(state, lambda s: s[0] > 0, body)
-        return [count, gate, turn, histogram]

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pallas_kernels.topk import mosaic_hopper, mosaic_select
+from pallas_kernels.topk import mosaic_hopper, mosaic_select, mosaic_stream
 from pallas_kernels.topk.arg_specs import KINDS, expected_ids, score_row
 from tests.lowering import simt
 
@@ -14,8 +14,8 @@ THREADS = 128
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
-    monkeypatch.setattr(mosaic_select, "em", simt)
-    monkeypatch.setattr(mosaic_hopper, "em", simt)
+    for module in (mosaic_select, mosaic_stream, mosaic_hopper):
+        monkeypatch.setattr(module, "em", simt)
 
 
 def run(scores, k, starts, ends, *, slices=1, blocks=2, seen=None, **changes):
@@ -32,7 +32,7 @@ def run(scores, k, starts, ends, *, slices=1, blocks=2, seen=None, **changes):
 
         own = [simt.Array.of(np.full(size, 99, dtype), shared=True) for size, dtype in mosaic_hopper._shared_arrays(layout)]
         ring = simt.BulkRing(own[4], None, layout.places, layout.step)
-        team = mosaic_select.Team(layout, mosaic_select.Shared(*own[:4], ring), simt.constant(0))
+        team = mosaic_stream.StreamingTeam(layout, mosaic_select.Shared(*own[:4], ring), simt.constant(0))
         if seen is not None:
             _watch(team, seen)
         team.initialise()
@@ -133,7 +133,7 @@ def test_a_missing_barrier_is_noticed(monkeypatch, missing):
     """The check for races can fail: without the barriers of one part it does."""
     scores = np.random.default_rng(8).standard_normal((1, 9000)).astype(np.float32)
     name = ("select", "stream")[missing]
-    real = getattr(mosaic_select.Team, name)
+    real = getattr(mosaic_stream.StreamingTeam, name)
 
     def without_barriers(self, *args):
         own = self.barrier
@@ -143,7 +143,7 @@ def test_a_missing_barrier_is_noticed(monkeypatch, missing):
         finally:
             self.barrier = own
 
-    monkeypatch.setattr(mosaic_select.Team, name, without_barriers)
+    monkeypatch.setattr(mosaic_stream.StreamingTeam, name, without_barriers)
     with pytest.raises(AssertionError, match="races|waited|threads write"):
         check(scores, 40, [0], [9000], blocks=1)
 
