@@ -265,11 +265,31 @@ class Array:
         llvm.atomicrmw(llvm.AtomicBinOp.add, self.at(index), raw(1), llvm.AtomicOrdering.monotonic)
 
 
+def choose_array(condition: Bool, yes: Array, no: Array) -> Array:
+    """One of two arrays of a kind; the condition is the same for all threads."""
+    return Array(arith.select(condition.value, yes.pointer, no.pointer), yes.is_float)
+
+
 def _asm(text: str, constraints: str, operands: Sequence[ir.Value]) -> None:
     """PTX that touches memory and may make threads wait for each other."""
     constraints = ",".join(filter(None, (constraints, "~{memory}")))
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, operands, text, constraints, has_side_effects=True, convergent=True)
+
+
+def copy16(target: Array, at: Int, source: Array, index: Int) -> None:
+    """Start to copy 16 bytes from global to shared memory, both at addresses divisible by 16."""
+    _asm("cp.async.cg.shared.global [$0], [$1], 16;", "r,l", [target.at(at), source.at(index)])
+
+
+def wait_copies() -> None:
+    """Wait for the copies of this thread."""
+    _asm("cp.async.wait_all;", "", [])
+
+
+def before_bulk_copies() -> None:
+    """What this thread wrote to shared memory is over before bulk copies that follow a barrier write there."""
+    _asm("fence.proxy.async.shared::cta;", "", [])
 
 
 # ------------------------------------------------------------------------------------------ bulk copies and barriers

@@ -345,10 +345,37 @@ class Array:
         np.add.at(self.memory.data, at, 1)
 
 
+def choose_array(condition, yes, no):
+    """See `mosaic_emit`."""
+    chosen = np.unique(condition.value[Machine.active])
+    assert chosen.size <= 1, "threads choose different arrays"
+    return yes if chosen.size and chosen[0] else no
+
+
+def copy16(target, at, source, index):
+    """See `mosaic_emit`."""
+    goal, origin = target._at(at), source._at(index)
+    assert np.all(goal % 4 == 0), "a copy goes to 16 bytes"
+    assert np.all(origin % 4 == 0), "a copy starts at 16 bytes"
+    assert np.all((origin >= 0) & (origin + 4 <= source.memory.data.size)), "global memory read out of bounds"
+    for i in range(4):
+        target.memory.note_write(np.flatnonzero(Machine.active), goal + i)
+        target.memory.data[goal + i] = source.memory.data[origin + i]
+
+
+def wait_copies():
+    """See `mosaic_emit`."""
+
+
+def before_bulk_copies():
+    """See `mosaic_emit`."""
+
+
 class BulkRing:
     """See `mosaic_emit`; `barriers` is the list of turns that each place was filled for."""
 
     def __init__(self, data, barriers, places, columns):
+        del barriers
         self.data, self.places, self.columns = data, places, columns
         self.filled = [-1] * places
         self.waited = [True] * places

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pallas_kernels.topk import mosaic_hopper, mosaic_select, mosaic_stream
+from pallas_kernels.topk import mosaic_blocks, mosaic_hopper, mosaic_rows, mosaic_select, mosaic_stream
 from pallas_kernels.topk.arg_specs import KINDS, expected_ids, score_row
 from tests.lowering import simt
 
@@ -14,29 +14,38 @@ THREADS = 128
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
-    for module in (mosaic_select, mosaic_stream, mosaic_hopper):
+    for module in (mosaic_select, mosaic_stream, mosaic_rows, mosaic_blocks):
         monkeypatch.setattr(module, "em", simt)
 
 
-def run(scores, k, starts, ends, *, slices=1, blocks=2, seen=None, **changes):
-    """Ids and scores of the kernel for flat (row, slice) pairs; `seen` collects the places a pass ended in."""
+def _team(layout, seen):
+    simt.Machine.start(layout.threads)
+    arrays = [
+        simt.Array.of(np.full(size, 99, dtype), shared=True) for size, dtype in mosaic_rows.shared_arrays(layout)
+    ]
+    team = mosaic_rows.make_team(layout, arrays, simt.constant(0))
+    if seen is not None:
+        _watch(team, seen)
+    team.initialise()
+    return team
+
+
+def run(scores, k, starts, ends, *, slices=1, blocks=2, seen=None, maxima=None, **changes):
+    """Ids and scores of the kernel for flat (row, slice) pairs; `seen` counts what happened on the way."""
     config = mosaic_hopper.TopkConfig(warpgroups=1, **changes)
-    layout = mosaic_hopper._layout(config, scores.shape[1], k, slices)
+    layout = mosaic_hopper.make_layout(config, scores.shape[1], k, slices)
     rows = len(starts)
     ids = simt.Array.of(np.full(rows * k, 7777, np.int32))
     values = simt.Array.of(np.full(rows * k, 7777, np.float32))
-    data = simt.Array.of(scores.reshape(-1))
     bounds = [simt.Array.of(np.asarray(x, np.int32)) for x in (starts, ends)]
+    arrays = simt.Array.of(scores.reshape(-1)), *bounds, ids, values
     for index in range(blocks):
-        simt.Machine.start(layout.threads)
-
-        own = [simt.Array.of(np.full(size, 99, dtype), shared=True) for size, dtype in mosaic_hopper._shared_arrays(layout)]
-        ring = simt.BulkRing(own[4], None, layout.places, layout.step)
-        team = mosaic_stream.StreamingTeam(layout, mosaic_select.Shared(*own[:4], ring), simt.constant(0))
-        if seen is not None:
-            _watch(team, seen)
-        team.initialise()
-        walk = mosaic_hopper._Rows(rows, blocks, team, data, *bounds, ids, values)
+        team = _team(layout, seen)
+        if maxima is None:
+            walk = mosaic_rows.Rows(rows, blocks, team, *arrays)
+        else:
+            listed = simt.Array.of(np.full(-(-k // THREADS) * THREADS, 99, np.int32), shared=True)
+            walk = mosaic_blocks.BlockRows(rows, blocks, team, arrays, simt.Array.of(maxima.reshape(-1)), listed)
         walk.run(simt.constant(index))
     return ids.memory.data.reshape(rows, k), values.memory.data.reshape(rows, k)
 
@@ -144,7 +153,7 @@ def test_a_missing_barrier_is_noticed(monkeypatch, missing):
             self.barrier = own
 
     monkeypatch.setattr(mosaic_stream.StreamingTeam, name, without_barriers)
-    with pytest.raises(AssertionError, match="races|waited|threads write"):
+    with pytest.raises(AssertionError, match=r"races|waited|threads write"):
         check(scores, 40, [0], [9000], blocks=1)
 
 
@@ -156,7 +165,41 @@ def test_few_rows_are_spread_over_blocks():
 
 def test_layout_leaves_room_for_a_step():
     for k in (1, 100, 2048):
-        layout = mosaic_hopper._layout(mosaic_hopper.TopkConfig(), 1 << 17, k, 1)
+        layout = mosaic_hopper.make_layout(mosaic_hopper.TopkConfig(), 1 << 17, k, 1)
         assert layout.capacity >= k + layout.step
         assert k < layout.sample_target <= layout.few_entries * layout.threads <= layout.capacity
     assert dataclasses.replace(layout, sample_vectors=4).sample_columns == 4 * 4 * layout.threads
+
+
+def block_maxima(scores, starts, ends):
+    """What the indexer returns beside its scores; blocks outside a row's range hold anything."""
+    maxima = np.full((len(scores), -(-scores.shape[1] // 16)), np.nan, np.float32)
+    for row, out, start, end in zip(scores, maxima, starts, ends, strict=True):
+        visible = np.where(np.isnan(row), -np.inf, row)
+        visible[:start], visible[end:] = -np.inf, -np.inf
+        visible = np.pad(visible, (0, -len(row) % 16), constant_values=-np.inf).reshape(-1, 16).max(axis=1)
+        inside = slice(start // 16, -(-end // 16))
+        out[inside] = visible[inside]
+    return maxima
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_block_maxima(kind):
+    rng = np.random.default_rng(9)
+    scores = np.stack([score_row(rng, kind, 9004) for _ in range(4)])
+    starts, ends = [0, 3, 21, 0], [9004, 8999, 9004, 500]
+    check(scores, 40, starts, ends, maxima=block_maxima(scores, starts, ends))
+
+
+def test_from_many_block_maxima():
+    rng = np.random.default_rng(10)
+    scores = np.stack([score_row(rng, kind, 50000) for kind in ("normal", "ties", "nan")])
+    starts, ends = [0, 17, 0], [50000, 49999, 50000]
+    check(scores, 100, starts, ends, maxima=block_maxima(scores, starts, ends))
+
+
+def test_from_block_maxima_with_more_winners_than_numbers():
+    scores = np.full((1, 9000), np.nan, np.float32)
+    scores[0, ::300] = np.arange(30)
+    scores[0, 5::300] = -np.inf
+    check(scores, 40, [0], [9000], maxima=block_maxima(scores, [0], [9000]), blocks=1)
