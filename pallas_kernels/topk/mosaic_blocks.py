@@ -15,10 +15,10 @@ from pallas_kernels.topk import mosaic_emit as em
 from pallas_kernels.topk import mosaic_hopper, mosaic_select
 from pallas_kernels.topk.mosaic_emit import Array, Int
 from pallas_kernels.topk.mosaic_rows import Rows, make_team
-from pallas_kernels.topk.mosaic_select import PER_THREAD, VECTOR
+from pallas_kernels.topk.mosaic_select import VECTOR
 from pallas_kernels.topk.mosaic_stream import Row, RowSource, StreamingTeam
 
-BLOCK = PER_THREAD  # columns under one maximum
+BLOCK = 16  # columns under one maximum
 _NO_BLOCK = 1 << 25  # its columns lie behind every row
 
 
@@ -185,7 +185,7 @@ def topk(
       See `pallas_kernels.topk.api.topk`; valid ids are ascending.
     """
     rows, columns = scores.shape
-    config = dataclasses.replace(config or mosaic_hopper.default_config(columns), teams=1)
+    config = dataclasses.replace(config or mosaic_hopper.default_config(columns), teams=1, per_thread=BLOCK)
     layout = mosaic_hopper.make_layout(config, columns, k, 1)
     if -(-k // layout.threads) > layout.places:
         raise ValueError(f"the blocks of {k=} do not fit {layout.places} places of {layout.threads} each")

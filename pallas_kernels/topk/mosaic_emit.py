@@ -266,7 +266,7 @@ class Array:
 
 
 def choose_array(condition: Bool, yes: Array, no: Array) -> Array:
-    """One of two arrays of a kind; the condition is the same for all threads."""
+    """One of two arrays of a kind."""
     return Array(arith.select(condition.value, yes.pointer, no.pointer), yes.is_float)
 
 
@@ -364,6 +364,11 @@ def warp_sum(x: Int) -> Int:
 def warp_or(x: Int) -> Int:
     """Bitwise or over the lanes of a warp."""
     return Int(nvvm.redux_sync(x.value, nvvm.ReductionKind.OR, raw(FULL_WARP)))
+
+
+def from_lane(x: Int, lane: int) -> Int:
+    """The value that one lane holds."""
+    return Int(nvvm.shfl_sync(raw(FULL_WARP), x.value, raw(lane), raw(31), nvvm.ShflKind.idx))
 
 
 def inclusive_sum(x: Int, lane: Int) -> Int:

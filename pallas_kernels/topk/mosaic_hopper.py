@@ -23,6 +23,7 @@ class TopkConfig:
     Attributes:
       teams: Teams of a block, 1 or 2; each works on its own rows.
       warpgroups: Warpgroups of a team, 128 threads each.
+      per_thread: Neighbouring columns of a thread in one step, 8 or 16.
       places: Steps of the row that are on their way into shared memory at once.
       sample_vectors: 16-byte pieces a thread samples for the first gate; 0 starts without one.
       target_share: Where between k and the buffer's size the expected number of passing columns lies.
@@ -31,6 +32,7 @@ class TopkConfig:
 
     teams: int = 1
     warpgroups: int = 4
+    per_thread: int = 16
     places: int = 4
     sample_vectors: int = 1
     target_share: float = 0.23
@@ -41,6 +43,8 @@ class TopkConfig:
             raise ValueError(f"warpgroups must be 1, 2, 4 or 8, got {self.warpgroups}")
         if self.teams not in (1, 2):
             raise ValueError(f"teams must be 1 or 2, got {self.teams}")
+        if self.per_thread not in (8, 16):
+            raise ValueError(f"per_thread must be 8 or 16, got {self.per_thread}")
         if self.places < 2:
             raise ValueError(f"places must be at least 2, got {self.places}")
         if not 0 < self.target_share < 1:
@@ -64,7 +68,15 @@ def why_not(columns: int, k: int) -> str | None:
 def make_layout(config: TopkConfig, columns: int, k: int, slices: int) -> Layout:
     """Sizes of the kernel that the configuration makes for a call."""
     layout = Layout(
-        k, columns, slices, config.teams, 4 * config.warpgroups, config.places, config.sample_vectors, 0
+        k=k,
+        columns=columns,
+        slices=slices,
+        teams=config.teams,
+        warps=4 * config.warpgroups,
+        per_thread=config.per_thread,
+        places=config.places,
+        sample_vectors=config.sample_vectors,
+        sample_target=0,
     )
     target = k + int(config.target_share * (layout.capacity - k))
     return dataclasses.replace(layout, sample_target=target)

@@ -34,10 +34,17 @@ class Rows:
         self.scores, self.starts, self.ends = scores, starts, ends
         self.ids_out, self.scores_out = ids_out, scores_out
 
-    def bounds(self, index: em.Int) -> list[em.Int]:
-        """First column and length of a row, and what to add to a column relative to the first to get its id."""
+    def load_bounds(self, index: em.Int) -> em.Int:
+        """Start of a row in the even lanes and its end in the odd ones.
+
+        A value that is the same in all lanes would move to the scalar registers at once, which waits for the load.
+        """
         index = index.min(self.rows - 1)
-        start, end = self.starts.load(index), self.ends.load(index)
+        return em.choose_array((self.team.lane & 1).equals(0), self.starts, self.ends).load(index)
+
+    def bounds(self, loaded: em.Int) -> list[em.Int]:
+        """First column and length of a row, and what to add to a column relative to the first to get its id."""
+        start, end = em.from_lane(loaded, 0), em.from_lane(loaded, 1)
         first = start.max(0)
         return [first, end.min(self.layout.columns) - first, first - start]
 
@@ -75,7 +82,7 @@ class Rows:
 
         em.strided(self.team.thread, self.layout.k, self.layout.threads, write)
 
-    def next_long(self, index: em.Int, bounds: list[em.Int]) -> list[em.Int]:
+    def next_long(self, index: em.Int, loaded: em.Int) -> list[em.Int]:
         """The next row longer than k from `index` on and its bounds; shorter ones on the way are done at once."""
 
         def is_short(state):
@@ -84,18 +91,18 @@ class Rows:
         def write(state):
             self.write_short(*state)
             index = state[0] + self.stride
-            return [index, *self.bounds(index)]
+            return [index, *self.bounds(self.load_bounds(index))]
 
-        return em.loop_while([index, *bounds], is_short, write)
+        return em.loop_while([index, *self.bounds(loaded)], is_short, write)
 
     def wants_sample(self, length: em.Int) -> em.Bool:
         """Whether a gate is worth its sample: everything fits the buffer otherwise."""
         return length > max(self.layout.capacity, self.layout.sample_columns)
 
-    def begin(self, index: em.Int, bounds: list[em.Int], turn: em.Int, histogram: em.Int) -> list:
+    def begin(self, index: em.Int, loaded: em.Int, turn: em.Int, histogram: em.Int) -> list:
         """Find the next long row, start its copies and load its sample; the state of `run`."""
         layout = self.layout
-        index, first, length, shift = self.next_long(index, bounds)
+        index, first, length, shift = self.next_long(index, loaded)
         sample = [em.float_from_bits(em.constant(0))] * (layout.sample_vectors * select.VECTOR)
         row = self.streamed(index.min(self.rows - 1), first, length)
         with em.when(index < self.rows):
@@ -111,7 +118,7 @@ class Rows:
 
         def body(state):
             index, first, length, shift, turn, histogram, *sample = state
-            following = self.bounds(index + self.stride)
+            following = self.load_bounds(index + self.stride)
             row, gate = self.streamed(index, first, length), zero
             if sample:
                 gate, histogram = em.branch(
@@ -125,7 +132,8 @@ class Rows:
             begun[5] = self.finish(index, shift, count, gate, histogram)
             return begun
 
-        em.loop_while(self.begin(index, self.bounds(index), zero, zero), lambda state: state[0] < self.rows, body)
+        first = self.begin(index, self.load_bounds(index), zero, zero)
+        em.loop_while(first, lambda state: state[0] < self.rows, body)
 
     def finish(self, index: em.Int, shift: em.Int, count: em.Int, gate: em.Int, histogram: em.Int) -> em.Int:
         """Cut the candidates of a row to its answer; returns the next histogram to use."""

@@ -11,7 +11,6 @@ from pallas_kernels.topk.mosaic_emit import Array, Bool, BulkRing, Float, Int
 
 VECTOR = 4  # float32 in 16 bytes
 LANES = 32
-PER_THREAD = 16  # neighbouring columns of a thread in one step
 DIGIT_BITS = 8
 BINS = 1 << DIGIT_BITS
 HISTOGRAMS = 3
@@ -29,6 +28,7 @@ class Layout:
       slices: How many parts each row of the scores is cut into; each is a row to the kernel.
       teams: Teams of a block.
       warps: Warps of a team.
+      per_thread: Neighbouring columns of a thread in one step of the stream, 8 or 16.
       places: Places of the ring.
       sample_vectors: 16-byte loads of a thread for the sample; 0 starts without a gate.
       sample_target: Expected number of columns that pass the sampled gate.
@@ -39,6 +39,7 @@ class Layout:
     slices: int
     teams: int
     warps: int
+    per_thread: int
     places: int
     sample_vectors: int
     sample_target: int
@@ -51,7 +52,7 @@ class Layout:
     @property
     def step(self) -> int:
         """Columns of one step of the stream."""
-        return self.threads * PER_THREAD
+        return self.threads * self.per_thread
 
     @property
     def entries(self) -> int:

@@ -19,7 +19,7 @@ import dataclasses
 
 from pallas_kernels.topk import mosaic_emit as em
 from pallas_kernels.topk.mosaic_emit import Array, Float, Int
-from pallas_kernels.topk.mosaic_select import LANES, NAN_KEY, PER_THREAD, VECTOR, Team, score_of_key, sortable_key
+from pallas_kernels.topk.mosaic_select import LANES, NAN_KEY, VECTOR, Team, score_of_key, sortable_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RowSource:
 
     def first_column(self, step: Int) -> Int:
         """Id of this thread's first column of a step; below 0 before the row."""
-        return step * self.team.layout.step + self.team.thread * PER_THREAD - self.row.skew
+        return step * self.team.layout.step + self.team.thread * self.team.layout.per_thread - self.row.skew
 
     def wait(self, step: Int, turn: Int) -> Array:
         """Where the step lies in shared memory, once it is there."""
@@ -61,18 +61,18 @@ class RowSource:
         with em.when(step > 0):
             self.copy_step(step + ahead, turn + ahead)
 
-    def copy_step(self, step: Int, turn: Int) -> None:
+    def copy_step(self, step: Int, turn: Int, thread: int = 0) -> None:
         """One thread starts the copy of a step, if the row has it. Whole 16 bytes never cross the end of a page."""
         row, size = self.row, self.team.layout.step
         first = step * size
         columns = ((row.length + row.skew + (VECTOR - 1)) & -VECTOR) - first
-        with em.when(self.team.thread.equals(0) & (columns > 0)):
+        with em.when(self.team.thread.equals(thread) & (columns > 0)):
             self.team.shared.ring.copy(turn, row.data, first, columns.min(size))
 
     def prime(self, turn: Int) -> None:
-        """Start the copies of the first steps."""
+        """Start the copies of the first steps, each by another warp: all would wait for one that starts them all."""
         for i in range(self.team.layout.places):
-            self.copy_step(em.constant(i), turn + i)
+            self.copy_step(em.constant(i), turn + i, i % self.team.layout.warps * LANES)
 
 
 class StreamingTeam(Team):
@@ -102,25 +102,26 @@ class StreamingTeam(Team):
     def passing(self, first: Int, length: Int, data: Array, gate: Int) -> Int:
         """Bit i says whether column `first + i`, this thread's i-th, is in the row and passes the gate."""
         bound = score_of_key(gate)
-        pieces = PER_THREAD // VECTOR
-        # Each lane starts at another piece, or the 64-byte stride would put the lanes on the same banks.
-        order = [((self.lane >> 1) + u) & (pieces - 1) for u in range(pieces)]
-        loaded = [data.load4_floats(self.thread * PER_THREAD + piece * VECTOR) for piece in order]
+        size = self.layout.per_thread
+        pieces = size // VECTOR
+        # Lanes that would meet in a bank, 32 columns apart, start at different pieces.
+        order = [((self.lane >> (6 - size.bit_length())) + u) & (pieces - 1) for u in range(pieces)]
+        loaded = [data.load4_floats(self.thread * size + piece * VECTOR) for piece in order]
         mask = em.constant(0)
         for piece, scores in zip(order, loaded, strict=True):
             bits = em.constant(0)
             for e, x in enumerate(scores):
                 bits = bits | (x >= bound).choose(1 << e, 0)
             mask = mask | (bits << (piece * VECTOR))
-        mask = gate.ule(NAN_KEY).choose((1 << PER_THREAD) - 1, mask)
-        begin = em.constant(0).max(em.constant(0) - first).min(PER_THREAD)
-        end = (length - first).max(0).min(PER_THREAD)
+        mask = gate.ule(NAN_KEY).choose((1 << size) - 1, mask)
+        begin = em.constant(0).max(em.constant(0) - first).min(size)
+        end = (length - first).max(0).min(size)
         inside = ((em.constant(1) << end) - 1) & (em.constant(-1) << begin)
         return mask & inside
 
     def append(self, place: Int, mask: Int, data: Array, first: Int) -> None:
         """Append the columns of the mask, which are in order."""
-        data = data.shifted(self.thread * PER_THREAD)
+        data = data.shifted(self.thread * self.layout.per_thread)
 
         def body(state):
             place, mask = state

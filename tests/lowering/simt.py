@@ -345,10 +345,22 @@ class Array:
         np.add.at(self.memory.data, at, 1)
 
 
+class _Either:
+    """One of two arrays for each thread."""
+
+    def __init__(self, condition, yes, no):
+        self.condition, self.yes, self.no = condition, yes, no
+
+    def load(self, index):
+        """See `mosaic_emit`."""
+        return branch(self.condition, [constant(0)], lambda: [self.yes.load(index)], lambda: [self.no.load(index)])[0]
+
+
 def choose_array(condition, yes, no):
     """See `mosaic_emit`."""
     chosen = np.unique(condition.value[Machine.active])
-    assert chosen.size <= 1, "threads choose different arrays"
+    if chosen.size > 1:
+        return _Either(condition, yes, no)
     return yes if chosen.size and chosen[0] else no
 
 
@@ -450,6 +462,11 @@ def warp_sum(x):
 def warp_or(x):
     """See `mosaic_emit`."""
     return Int(np.repeat(np.bitwise_or.reduce(_by_warp(_bits(x)), axis=1), LANES))
+
+
+def from_lane(x, lane):
+    """See `mosaic_emit`."""
+    return Int(np.repeat(_by_warp(_bits(x))[:, lane], LANES))
 
 
 def inclusive_sum(x, lane):

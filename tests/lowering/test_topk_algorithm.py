@@ -91,6 +91,12 @@ def test_without_a_sample(kind):
     check(scores, 300, [0, 1], [9000, 8999], sample_vectors=0)
 
 
+def test_eight_columns_a_thread():
+    rng = np.random.default_rng(11)
+    scores = np.stack([score_row(rng, kind, 9001) for kind in ("normal", "ties", "recent", "nan")])
+    check(scores, 200, [0, 1, 2, 3], [9001, 9000, 8999, 8998], per_thread=8, places=3)
+
+
 def test_gate_too_high_streams_again():
     rng = np.random.default_rng(3)
     scores = rng.standard_normal((2, 9000)).astype(np.float32)
@@ -115,7 +121,7 @@ def test_sample_that_misses_the_winners():
 
 def test_lengths_around_k_and_around_a_step():
     rng = np.random.default_rng(5)
-    k, step = 50, THREADS * mosaic_select.PER_THREAD
+    k, step = 50, THREADS * mosaic_hopper.TopkConfig().per_thread
     lengths = [0, 1, k - 1, k, k + 1, step - 1, step, step + 1, 2 * step + 3, -4]
     scores = rng.standard_normal((len(lengths), 3 * step)).astype(np.float32)
     starts = [3 * i for i in range(len(lengths))]
