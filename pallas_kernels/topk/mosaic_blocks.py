@@ -14,7 +14,7 @@ import jax
 from pallas_kernels.topk import mosaic_emit as em
 from pallas_kernels.topk import mosaic_hopper, mosaic_select
 from pallas_kernels.topk.mosaic_emit import Array, Int
-from pallas_kernels.topk.mosaic_rows import Rows, make_team
+from pallas_kernels.topk.mosaic_rows import Rows, carve, make_team
 from pallas_kernels.topk.mosaic_select import VECTOR
 from pallas_kernels.topk.mosaic_stream import Row, RowSource, StreamingTeam
 
@@ -143,9 +143,9 @@ def _body(rows: int, blocks: int, layout: mosaic_select.Layout, with_scores: boo
         *arrays, index = refs
         scores, maxima, starts, ends, ids_out, *rest = map(em.Array.of, arrays)
         scores_out = rest.pop(0) if with_scores else None
-        team = make_team(layout, rest[:-1], em.constant(0))
+        team = make_team(layout, carve(layout, rest[0], em.constant(0)), em.constant(0))
         team.initialise()
-        walk = BlockRows(rows, blocks, team, (scores, starts, ends, ids_out, scores_out), maxima, rest[-1])
+        walk = BlockRows(rows, blocks, team, (scores, starts, ends, ids_out, scores_out), maxima, rest[1])
         walk.run(em.Int(index.registers.flat[0]))
 
     return emit

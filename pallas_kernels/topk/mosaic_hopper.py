@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.topk import mosaic_emit as em
-from pallas_kernels.topk.mosaic_rows import Rows, make_team, shared_arrays
+from pallas_kernels.topk.mosaic_rows import Rows, carve, make_team, shared_words
 from pallas_kernels.topk.mosaic_select import Layout
 
 MAX_K = 2048
@@ -88,10 +88,10 @@ def _body(rows: int, blocks: int, layout: Layout, with_scores: bool):
     def emit(ctx, *refs):
         del ctx
         *arrays, index = refs
-        scores, starts, ends, ids_out, *shared = map(em.Array.of, arrays)
-        scores_out = shared.pop(0) if with_scores else None
+        scores, starts, ends, ids_out, *rest = map(em.Array.of, arrays)
+        scores_out = rest.pop(0) if with_scores else None
         member = em.thread_index() >> (layout.threads.bit_length() - 1)
-        team = make_team(layout, shared, member)
+        team = make_team(layout, carve(layout, rest[0], member), member)
         team.initialise()
         walk = Rows(rows, blocks * layout.teams, team, scores, starts, ends, ids_out, scores_out)
         walk.run(em.Int(index.registers.flat[0]) * layout.teams + member)
@@ -109,12 +109,12 @@ def build_kernel(rows: int, blocks: int, layout: Layout, with_scores: bool, body
       with_scores: Whether there is an output of scores.
       body: Called with the MLIR context and one reference for each array, then the index.
       inputs: Number of input arrays.
-      more_shared: Sizes of int32 arrays in shared memory beside those of `shared_arrays`.
+      more_shared: Sizes of int32 arrays in shared memory beside the teams' words.
     """
     outputs = [jax.ShapeDtypeStruct((rows * layout.k,), jnp.int32)]
     if with_scores:
         outputs.append(jax.ShapeDtypeStruct((rows * layout.k,), jnp.float32))
-    scratch = [plgpu.SMEM((layout.teams * size,), dtype) for size, dtype in shared_arrays(layout)]
+    scratch = [plgpu.SMEM((layout.teams * shared_words(layout),), jnp.int32)]
     scratch += [plgpu.SMEM((size,), jnp.int32) for size in more_shared]
     refs = inputs + len(outputs) + len(scratch)
     emit = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * refs + (plgpu.Layout.WG_SPLAT(()),))(body)

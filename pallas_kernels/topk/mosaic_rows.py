@@ -1,5 +1,7 @@
 """How a team of the top-k kernel walks over its rows, and its arrays in shared memory."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from pallas_kernels.topk import mosaic_emit as em
@@ -19,11 +21,24 @@ def shared_arrays(layout: select.Layout) -> list[tuple[int, jnp.dtype]]:
     ]
 
 
-def make_team(layout: select.Layout, arrays, index: em.Int) -> StreamingTeam:
-    """Team `index` of the block with its part of the block's `shared_arrays`."""
-    own = [x.shifted(index * size) for x, (size, _) in zip(arrays, shared_arrays(layout), strict=True)]
-    ring = em.BulkRing(*own[4:], layout.places, layout.step)
-    return StreamingTeam(layout, select.Shared(*own[:4], ring), index)
+def shared_words(layout: select.Layout) -> int:
+    """32-bit words of a team in shared memory."""
+    return -(-sum(size for size, _ in shared_arrays(layout)) // 32) * 32
+
+
+def carve(layout: select.Layout, words: em.Array, index: em.Int) -> list[em.Array]:
+    """The arrays of team `index` in the block's words: all at constant distances from one address."""
+    own, at, arrays = words.shifted(index * shared_words(layout)), 0, []
+    for size, dtype in shared_arrays(layout):
+        arrays.append(dataclasses.replace(own.shifted(at), is_float=dtype == jnp.float32))
+        at += size
+    return arrays
+
+
+def make_team(layout: select.Layout, arrays: list[em.Array], index: em.Int) -> StreamingTeam:
+    """Team `index` of the block with its `shared_arrays`."""
+    ring = em.BulkRing(*arrays[4:], layout.places, layout.step)
+    return StreamingTeam(layout, select.Shared(*arrays[:4], ring), index)
 
 
 class Rows:
