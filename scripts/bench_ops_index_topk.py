@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_case import Case, Peer
+from bench_case import Case, Peer  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.lightning_indexer import lightning_indexer
@@ -39,8 +39,8 @@ def _error(ids, inputs) -> float:
 
 
 def _deepgemm(rows: int, keys: int, heads: int) -> Peer:
-    import deep_gemm
-    import torch
+    import deep_gemm  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
     q = torch.randn(rows, heads, DIM, device="cuda").to(torch.float8_e4m3fn)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_case import Case, Peer
+from bench_case import Case, Peer  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.topk import topk
 from pallas_kernels.topk.arg_specs import KINDS, SPECS, TopkSpec, expected_ids, score_row
@@ -46,7 +46,7 @@ def _lax(scores: jax.Array, k: int) -> Peer:
 
 
 def _torch(scores: jax.Array, k: int) -> Peer:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     copy = torch.from_dlpack(scores)
     return Peer("torch.topk(sorted=False)", lambda: torch.topk(copy, k, dim=-1, sorted=False), torch.cuda.synchronize)
@@ -74,7 +74,7 @@ def _looped(name: str, spec: TopkSpec) -> Case:
     def run(scores, start):
         def once(_, state):
             start, _ = state
-            ids = topk(scores, spec.k, start, end)
+            ids = jnp.asarray(topk(scores, spec.k, start, end))
             return jnp.minimum(ids[:, 0], 0), ids
 
         none = jnp.zeros((spec.rows, spec.k), jnp.int32)

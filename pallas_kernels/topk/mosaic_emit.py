@@ -1,12 +1,13 @@
 """Scalars of one CUDA thread: the few operations the top-k kernel needs, written into the MLIR of a Mosaic GPU kernel.
 
-Pallas has no order-preserving bit tricks, no shared-memory atomics that coalesce and no warp votes, so the kernel's body
-is emitted here as MLIR inside `plgpu.inline_mgpu`. These helpers only make that readable.
+Pallas has no warp votes, no order of bits and no atomics in shared memory, so the kernel's body is emitted here as MLIR
+inside `plgpu.inline_mgpu`. These helpers only make that readable.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
@@ -166,7 +167,7 @@ class Bool:
     def __invert__(self):
         return Bool(arith.xori(self.value, arith.constant(self.value.type, 1)))
 
-    def choose(self, yes, no):
+    def choose(self, yes, no) -> Any:
         """`yes` where the condition holds, else `no`; both Int, both Float or plain ints."""
         kind = Float if isinstance(yes, Float) else Int
         return kind(arith.select(self.value, raw(yes), raw(no)))
@@ -240,7 +241,7 @@ class Array:
         """The array that starts at element `index`."""
         return Array(self.at(index), self.is_float)
 
-    def load(self, index):
+    def load(self, index) -> Any:
         """Read one element."""
         if self.is_float:
             return Float(llvm.load(f32_type(), self.at(index)))

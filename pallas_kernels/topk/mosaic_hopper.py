@@ -186,8 +186,7 @@ def _topk_sliced(scores, k, key_start, key_end, slices, return_scores, config):
     valid = jnp.clip(ends - starts, 0, k).sum(axis=1, dtype=jnp.int32)
     once = dataclasses.replace(config, blocks=rows)
     values = values.reshape(rows, slices * k)
-    picked = topk(values, k, jnp.zeros_like(valid), valid, return_scores=return_scores, config=once)
-    picked, best = picked if return_scores else (picked, None)
+    picked, best = topk(values, k, jnp.zeros_like(valid), valid, return_scores=True, config=once)
     at = jnp.maximum(picked, 0)
     columns_of = jnp.take_along_axis(ids.reshape(rows, slices * k), at, axis=1) + at // k * width
     chosen = jnp.where(picked >= 0, columns_of + (first - key_start)[:, None], -1)

@@ -1,6 +1,7 @@
 """How a team of the top-k kernel walks over its rows, and its arrays in shared memory."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -9,7 +10,7 @@ from pallas_kernels.topk import mosaic_select as select
 from pallas_kernels.topk.mosaic_stream import Row, RowSource, StreamingTeam
 
 
-def shared_arrays(layout: select.Layout) -> list[tuple[int, jnp.dtype]]:
+def shared_arrays(layout: select.Layout) -> list[tuple[int, Any]]:
     """Size and dtype of each array of a team in shared memory, in the order of `Shared` and `BulkRing`."""
     return [
         (layout.capacity, jnp.float32),
@@ -37,8 +38,9 @@ def carve(layout: select.Layout, words: em.Array, index: em.Int) -> list[em.Arra
 
 def make_team(layout: select.Layout, arrays: list[em.Array], index: em.Int) -> StreamingTeam:
     """Team `index` of the block with its `shared_arrays`."""
-    ring = em.BulkRing(*arrays[4:], layout.places, layout.step)
-    return StreamingTeam(layout, select.Shared(*arrays[:4], ring), index)
+    values, ids, histograms, totals, places, barriers = arrays
+    ring = em.BulkRing(places, barriers, layout.places, layout.step)
+    return StreamingTeam(layout, select.Shared(values, ids, histograms, totals, ring), index)
 
 
 class Rows:

@@ -129,9 +129,7 @@ class Team:
     def clear_histogram(self, histogram: Int) -> None:
         """Zero one histogram."""
         zero = em.constant(0)
-        em.strided(
-            self.thread, BINS, self.layout.threads, lambda i: self.shared.histograms.store(i + histogram, zero)
-        )
+        em.strided(self.thread, BINS, self.layout.threads, lambda i: self.shared.histograms.store(i + histogram, zero))
 
     # ---------------------------------------------------------------------------------------------------- selection
     def find_bin(self, histogram: Int, need: Int) -> tuple[Int, Int]:
@@ -188,9 +186,7 @@ class Team:
             return [start + (found << shift), need - above, size, shift, after]
 
         state = [em.constant(0), need, em.constant(1 << 30), bits, histogram]
-        start, need, _, done, histogram = em.loop_while(
-            state, lambda s: (s[3] > 0) & ~enough(s[2], s[1]), body
-        )
+        start, need, _, done, histogram = em.loop_while(state, lambda s: (s[3] > 0) & ~enough(s[2], s[1]), body)
         return start, need, done.equals(0), histogram
 
     def totals_before(self, slot: Int) -> tuple[Int, Int]:

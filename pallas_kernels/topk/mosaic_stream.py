@@ -1,16 +1,16 @@
 """Body of the top-k kernel: a team of threads keeps the best k of a row while it streams through it once.
 
 A block has one team or two, each with its own rows and its own shared memory, so that one can stream while the other
-selects. A team holds a buffer of candidates in ascending column order and a gate, the lowest key that is still of interest.
+selects. A team holds a buffer of candidates in ascending column order and a gate, the lowest key still of interest.
 
 1. A sample of a long row sets the first gate so that a little more than k columns should pass it.
-2. Bulk copies bring the row into a ring of places in shared memory. Each thread looks at 16 neighbouring columns; the
-   team adds up how many pass the gate before each thread, and only then anything is appended, so that nothing ever
+2. Bulk copies bring the row into a ring of places in shared memory. Each thread looks at a few neighbouring columns;
+   the team adds up how many pass the gate before each thread, and only then anything is appended, so that nothing ever
    has to be undone.
 3. When the buffer would overflow, a radix selection cuts it to its best k, ties to the lower column, and the gate rises
    above the k-th key: later columns of the same key have higher ids and lose anyway.
-4. When the row ends, the same cut leaves the answer. Fewer than k candidates can only mean that the sampled gate was too
-   high: the row is then streamed again without one.
+4. When the row ends, the same cut leaves the answer. Fewer than k candidates can only mean that the sampled gate was
+   too high: the row is then streamed again without one.
 
 No input can drop a winner, the order of the output is ascending, and no result depends on the order of atomics.
 """
@@ -94,9 +94,7 @@ class StreamingTeam(Team):
         layout = self.layout
         rank = em.constant(layout.sample_target * layout.sample_columns).udiv(row.length).max(1)
         keys = [sortable_key(x) for x in sample]
-        gate, _, _, histogram = self.select(
-            keys, em.constant(32), rank, histogram, lambda size, _: size <= (rank >> 3)
-        )
+        gate, _, _, histogram = self.select(keys, em.constant(32), rank, histogram, lambda size, _: size <= (rank >> 3))
         return [gate, histogram]
 
     def passing(self, first: Int, length: Int, data: Array, gate: Int) -> Int:

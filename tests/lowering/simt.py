@@ -3,8 +3,8 @@
 Stands in for `pallas_kernels.topk.mosaic_emit`, whose names it has: the kernel's own code, which on a GPU emits one
 thread, here computes all threads at once as NumPy vectors under a mask of those that are active.
 
-Lockstep hides a missing barrier, so shared memory remembers who touched what since the last barrier, and an access that
-another thread's access could overtake raises. Bulk copies land at once and count as the writes of a thread of their own.
+Lockstep hides a missing barrier, so shared memory remembers who touched what since the last barrier, and an access
+that another thread's access could overtake raises. Bulk copies land at once and count as writes of a thread of theirs.
 """
 
 import contextlib

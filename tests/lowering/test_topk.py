@@ -44,17 +44,13 @@ def test_fits_without_spills(name, return_scores):
 @pytest.mark.parametrize("k", [1, 64, 1000])
 def test_other_k(k):
     spec = SPECS["tile_128k"]
-    compiled = compile_for(
-        "sm_90a", functools.partial(topk, k=k, implementation="mosaic_hopper"), _arguments(spec)[0]
-    )
+    compiled = compile_for("sm_90a", functools.partial(topk, k=k, implementation="mosaic_hopper"), _arguments(spec)[0])
     assert_fits(compiled)
 
 
 def test_compiles_inside_shard_map():
     mesh, rows = target_mesh("sm_90a", (8,)), PartitionSpec("x")
     spec = SPECS["glm_v32_128k"]
-    arguments = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, rows)) for x in _arguments(spec)
-    ]
+    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, rows)) for x in _arguments(spec)]
     call = jax.shard_map(_call(spec, True), mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
     assert_fits(compile_for("sm_90a", call, *arguments))

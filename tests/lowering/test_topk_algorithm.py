@@ -20,9 +20,7 @@ def _on_the_cpu(monkeypatch):
 
 def _team(layout, seen):
     simt.Machine.start(layout.threads)
-    arrays = [
-        simt.Array.of(np.full(size, 99, dtype), shared=True) for size, dtype in mosaic_rows.shared_arrays(layout)
-    ]
+    arrays = [simt.Array.of(np.full(size, 99, dtype), shared=True) for size, dtype in mosaic_rows.shared_arrays(layout)]
     team = mosaic_rows.make_team(layout, arrays, simt.constant(0))
     if seen is not None:
         _watch(team, seen)
