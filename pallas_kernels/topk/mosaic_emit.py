@@ -391,8 +391,8 @@ def when(condition: Bool) -> Iterator[None]:
 def strided(start: Int, stop: int, step: int, body: Callable[[Int], None]) -> None:
     """Run `body` for `start`, `start + step`, .. below `stop`."""
     index = ir.IndexType.get()
-    bounds = [arith.index_cast(index, raw(b)) for b in (start, stop, step)]
-    loop = scf.ForOp(*bounds, [])
+    first, last, by = (arith.index_cast(index, raw(b)) for b in (start, stop, step))
+    loop = scf.ForOp(first, last, by, [])
     with ir.InsertionPoint(loop.body):
         body(Int(arith.index_cast(i32_type(), loop.induction_variable)))
         scf.yield_([])
@@ -406,6 +406,7 @@ def branch(condition: Bool, like: Sequence, yes: Callable[[], Sequence], no: Cal
     """Run one of two functions; both return values of the kinds of `like`."""
     op = scf.IfOp(condition.value, [raw(x).type for x in like], has_else=True)
     for block, emit in ((op.then_block, yes), (op.else_block, no)):
+        assert block is not None
         with ir.InsertionPoint(block):
             scf.yield_([raw(x) for x in emit()])
     return _rewrap(list(op.results), like)
