@@ -52,9 +52,14 @@ def _torch(scores: jax.Array, k: int) -> Peer:
     return Peer("torch.topk(sorted=False)", lambda: torch.topk(copy, k, dim=-1, sorted=False), torch.cuda.synchronize)
 
 
+@functools.cache
+def _select(k: int):
+    return jax.jit(functools.partial(topk, k=k))
+
+
 def _case(name: str, spec: TopkSpec, *, kind: str | None = None, peer=None) -> Case:
     scores = _scores(spec, kind)
-    select = jax.jit(functools.partial(topk, k=spec.k))
+    select = _select(spec.k)
     return Case(
         name=f"{name} rows={spec.rows} columns={spec.columns} k={spec.k} {kind or 'normal'}",
         run=lambda: select(scores),
