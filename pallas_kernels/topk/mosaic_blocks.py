@@ -14,11 +14,11 @@ import jax
 from pallas_kernels.topk import mosaic_emit as em
 from pallas_kernels.topk import mosaic_hopper, mosaic_select
 from pallas_kernels.topk.mosaic_emit import Array, Int
-from pallas_kernels.topk.mosaic_rows import Rows, carve, make_team
-from pallas_kernels.topk.mosaic_select import VECTOR
-from pallas_kernels.topk.mosaic_stream import Row, RowSource, StreamingTeam
+from pallas_kernels.topk.mosaic_rows import Rows, make_block
+from pallas_kernels.topk.mosaic_select import PER_THREAD, VECTOR
+from pallas_kernels.topk.mosaic_stream import Row, RowSource, StreamingBlock
 
-BLOCK = 16  # columns under one maximum
+BLOCK = PER_THREAD  # columns under one maximum
 _NO_BLOCK = 1 << 25  # its columns lie behind every row
 
 
@@ -34,40 +34,40 @@ class BlockSource:
 
     turns = 0
 
-    def __init__(self, team: StreamingTeam, row: Row, blocks: Array, offset: Int):
+    def __init__(self, block: StreamingBlock, row: Row, blocks: Array, offset: Int):
         """`offset` is the id of the first column of block 0 of the list's count."""
-        self.team, self.row, self.blocks, self.offset = team, row, blocks, offset
-        self.steps = em.constant(-(-team.layout.k // team.layout.threads))
+        self.block, self.row, self.blocks, self.offset = block, row, blocks, offset
+        self.steps = em.constant(-(-block.layout.k // block.layout.threads))
 
     def first_column(self, step: Int) -> Int:
         """Id of this thread's first column of a step."""
-        return self.blocks.load(step * self.team.layout.threads + self.team.thread) * BLOCK + self.offset
+        return self.blocks.load(step * self.block.layout.threads + self.block.thread) * BLOCK + self.offset
 
     def wait(self, step: Int, turn: Int) -> Array:
         """Where the step lies in shared memory."""
         del turn
-        return self.team.shared.ring.data.shifted(step * self.team.layout.step)
+        return self.block.shared.ring.data.shifted(step * self.block.layout.step)
 
     def release(self, step: Int, turn: Int) -> None:
         """Nothing more to bring."""
 
     def bring(self, scores: Array, begin: Int) -> None:
         """Copy every block; `begin` is the column of `scores`, a whole row, that id 0 stands for."""
-        layout, ring = self.team.layout, self.team.shared.ring
+        layout, ring = self.block.layout, self.block.shared.ring
         for i in range(-(-layout.k // layout.threads)):
             column = begin + self.first_column(em.constant(i))
             for u in range(0, BLOCK, VECTOR):
-                at = self.team.thread * BLOCK + (i * layout.step + u)
+                at = self.block.thread * BLOCK + (i * layout.step + u)
                 # What lies behind the row is in no range, but must not be read behind the array.
                 em.copy16(ring.data, at, scores, (column + u).min(layout.columns - VECTOR))
         em.wait_copies()
 
 
 class BlockRows(Rows):
-    """Emits the walk of a team over rows that have block maxima."""
+    """Emits the walk of a block over rows that have block maxima."""
 
-    def __init__(self, rows, stride, team, arrays, maxima: Array, blocks: Array):
-        super().__init__(rows, stride, team, *arrays)
+    def __init__(self, rows, stride, block, arrays, maxima: Array, blocks: Array):
+        super().__init__(rows, stride, block, *arrays)
         self.maxima, self.blocks = maxima, blocks
 
     def block_range(self, first: Int, length: Int) -> list[Int]:
@@ -91,32 +91,32 @@ class BlockRows(Rows):
         )
 
     def collect(self, index: Int, first: Int, length: Int, gate: Int, turn: Int, histogram: Int) -> list[Int]:
-        """Candidates of a row from its maxima; see `StreamingTeam.collect`."""
-        team, layout = self.team, self.layout
+        """Candidates of a row from its maxima; see `StreamingBlock.collect`."""
+        block, layout = self.block, self.layout
         row = self.row(index, first, length)
         begin, blocks = self.block_range(first, length)
-        state = team.collect(RowSource(team, self.streamed(index, first, length)), gate, turn, histogram)
+        state = block.collect(RowSource(block, self.streamed(index, first, length)), gate, turn, histogram)
 
         def whole_row(turn, histogram):
             """Where fewer than k blocks hold a number, NaN may win, of which maxima say nothing."""
-            source = RowSource(team, row)
+            source = RowSource(block, row)
             source.prime(turn)
-            return team.collect(source, em.constant(0), turn, histogram)
+            return block.collect(source, em.constant(0), turn, histogram)
 
         def best_blocks(low, turn, histogram):
-            source = BlockSource(team, row, self.blocks, (begin << 4) - first)
+            source = BlockSource(block, row, self.blocks, (begin << 4) - first)
             source.bring(self.scores.shifted(em.Wide.of(index) * layout.columns), first)
-            count, gate, _, histogram = team.stream(source, low, turn, histogram)
+            count, gate, _, histogram = block.stream(source, low, turn, histogram)
             em.before_bulk_copies()
-            team.barrier()
+            block.barrier()
             return [count, gate, turn, histogram]
 
         def by_block():
             count, gate, turn, histogram = state
-            low, _, histogram = team.cut(count, gate, histogram, layout.entries)
-            team.barrier()
+            low, _, histogram = block.cut(count, gate, histogram, layout.entries)
+            block.barrier()
             self.list_blocks()
-            team.barrier()
+            block.barrier()
             return em.branch(
                 low.ugt(mosaic_select.LOWEST_KEY),
                 state,
@@ -128,10 +128,10 @@ class BlockRows(Rows):
 
     def list_blocks(self) -> None:
         """Take the k best blocks out of the buffer, which the candidates need."""
-        layout, team = self.layout, self.team
+        layout, block = self.layout, self.block
         for i in range(-(-layout.k // layout.threads)):
-            place = team.thread + i * layout.threads
-            found = team.shared.ids.load(team.at(place))
+            place = block.thread + i * layout.threads
+            found = block.shared.ids.load(block.at(place))
             self.blocks.store(place, (place < layout.k).choose(found, _NO_BLOCK))
 
 
@@ -143,9 +143,9 @@ def _body(rows: int, blocks: int, layout: mosaic_select.Layout, with_scores: boo
         *arrays, index = refs
         scores, maxima, starts, ends, ids_out, *rest = map(em.Array.of, arrays)
         scores_out = rest.pop(0) if with_scores else None
-        team = make_team(layout, carve(layout, rest[0], em.constant(0)), em.constant(0))
-        team.initialise()
-        walk = BlockRows(rows, blocks, team, (scores, starts, ends, ids_out, scores_out), maxima, rest[1])
+        block = make_block(layout, rest[:-1])
+        block.initialise()
+        walk = BlockRows(rows, blocks, block, (scores, starts, ends, ids_out, scores_out), maxima, rest[-1])
         walk.run(em.Int(index.registers.flat[0]))
 
     return emit
@@ -185,10 +185,10 @@ def topk(
       See `pallas_kernels.topk.api.topk`; valid ids are ascending.
     """
     rows, columns = scores.shape
-    config = dataclasses.replace(config or mosaic_hopper.default_config(columns), teams=1, per_thread=BLOCK)
-    layout = mosaic_hopper.make_layout(config, columns, k, 1)
-    if -(-k // layout.threads) > layout.places:
-        raise ValueError(f"the blocks of {k=} do not fit {layout.places} places of {layout.threads} each")
+    config = config or mosaic_hopper.default_config(columns)
+    threads = 128 * config.warpgroups
+    places = max(config.places, -(-k // threads))  # all blocks are under way at once
+    layout = mosaic_hopper.make_layout(dataclasses.replace(config, places=places), columns, k, 1)
     out = _build(rows, min(rows, config.blocks), layout, return_scores)(scores, block_max, key_start, key_end)
     out = [x.reshape(rows, k) for x in out]
     return (out[0], out[1]) if return_scores else out[0]

@@ -24,6 +24,7 @@ __all__ = [
     "Wide",
     "ballot",
     "before_bulk_copies",
+    "block_barrier",
     "branch",
     "choose_array",
     "constant",
@@ -33,7 +34,6 @@ __all__ = [
     "inclusive_sum",
     "loop_while",
     "strided",
-    "team_barrier",
     "thread_index",
     "wait_copies",
     "warp_or",
@@ -176,9 +176,9 @@ def thread_index() -> Int:
     return Int(mgpu_utils.thread_idx())
 
 
-def team_barrier(team: Int, threads: int) -> None:
-    """Wait for all threads of the team. Barriers 15 and down: Mosaic keeps the lowest ones for itself."""
-    _asm(f"bar.sync $0, {threads};", "r", [(constant(15) - team).value])
+def block_barrier(threads: int) -> None:
+    """Wait for all threads of the block. Barrier 15: Mosaic keeps the lower ones for itself."""
+    _asm(f"bar.sync 15, {threads};", "", [])
 
 
 def ballot(condition: Bool) -> Int:

@@ -1,4 +1,4 @@
-"""Exact top-k for Hopper: one pass over each row by a team of warps; few long rows are cut into slices."""
+"""Exact top-k for Hopper: one pass over each row by one thread block; few long rows are cut into slices."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.topk import mosaic_emit as em
-from pallas_kernels.topk.mosaic_rows import Rows, carve, make_team, shared_words
+from pallas_kernels.topk.mosaic_rows import Rows, make_block, shared_arrays
 from pallas_kernels.topk.mosaic_select import Layout
 
 MAX_K = 2048
@@ -21,19 +21,15 @@ class TopkConfig:
     """Tuning of the kernel.
 
     Attributes:
-      teams: Teams of a block, 1 or 2; each works on its own rows.
-      warpgroups: Warpgroups of a team, 128 threads each.
-      per_thread: Neighbouring columns of a thread in one step, 8 or 16.
+      warpgroups: Warpgroups of a block, 128 threads each.
       places: Steps of the row that are on their way into shared memory at once.
       sample_vectors: 16-byte pieces a thread samples for the first gate; 0 starts without one.
       target_share: Where between k and the buffer's size the expected number of passing columns lies.
       blocks: Blocks of the grid, one for each SM of the GPU.
     """
 
-    teams: int = 1
     warpgroups: int = 4
-    per_thread: int = 16
-    places: int = 4
+    places: int = 3
     sample_vectors: int = 1
     target_share: float = 0.23
     blocks: int = 132
@@ -41,10 +37,6 @@ class TopkConfig:
     def __post_init__(self):
         if self.warpgroups not in (1, 2, 4, 8):
             raise ValueError(f"warpgroups must be 1, 2, 4 or 8, got {self.warpgroups}")
-        if self.teams not in (1, 2):
-            raise ValueError(f"teams must be 1 or 2, got {self.teams}")
-        if self.per_thread not in (8, 16):
-            raise ValueError(f"per_thread must be 8 or 16, got {self.per_thread}")
         if self.places < 2:
             raise ValueError(f"places must be at least 2, got {self.places}")
         if not 0 < self.target_share < 1:
@@ -71,9 +63,7 @@ def make_layout(config: TopkConfig, columns: int, k: int, slices: int) -> Layout
         k=k,
         columns=columns,
         slices=slices,
-        teams=config.teams,
         warps=4 * config.warpgroups,
-        per_thread=config.per_thread,
         places=config.places,
         sample_vectors=config.sample_vectors,
         sample_target=0,
@@ -88,13 +78,12 @@ def _body(rows: int, blocks: int, layout: Layout, with_scores: bool):
     def emit(ctx, *refs):
         del ctx
         *arrays, index = refs
-        scores, starts, ends, ids_out, *rest = map(em.Array.of, arrays)
-        scores_out = rest.pop(0) if with_scores else None
-        member = em.thread_index() >> (layout.threads.bit_length() - 1)
-        team = make_team(layout, carve(layout, rest[0], member), member)
-        team.initialise()
-        walk = Rows(rows, blocks * layout.teams, team, scores, starts, ends, ids_out, scores_out)
-        walk.run(em.Int(index.registers.flat[0]) * layout.teams + member)
+        scores, starts, ends, ids_out, *shared = map(em.Array.of, arrays)
+        scores_out = shared.pop(0) if with_scores else None
+        block = make_block(layout, shared)
+        block.initialise()
+        walk = Rows(rows, blocks, block, scores, starts, ends, ids_out, scores_out)
+        walk.run(em.Int(index.registers.flat[0]))
 
     return emit
 
@@ -109,12 +98,12 @@ def build_kernel(rows: int, blocks: int, layout: Layout, with_scores: bool, body
       with_scores: Whether there is an output of scores.
       body: Called with the MLIR context and one reference for each array, then the index.
       inputs: Number of input arrays.
-      more_shared: Sizes of int32 arrays in shared memory beside the teams' words.
+      more_shared: Sizes of int32 arrays in shared memory beside those of `shared_arrays`.
     """
     outputs = [jax.ShapeDtypeStruct((rows * layout.k,), jnp.int32)]
     if with_scores:
         outputs.append(jax.ShapeDtypeStruct((rows * layout.k,), jnp.float32))
-    scratch = [plgpu.SMEM((layout.teams * shared_words(layout),), jnp.int32)]
+    scratch = [plgpu.SMEM((size,), dtype) for size, dtype in shared_arrays(layout)]
     scratch += [plgpu.SMEM((size,), jnp.int32) for size in more_shared]
     refs = inputs + len(outputs) + len(scratch)
     emit = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * refs + (plgpu.Layout.WG_SPLAT(()),))(body)
@@ -127,7 +116,7 @@ def build_kernel(rows: int, blocks: int, layout: Layout, with_scores: bool, body
         out_type=outputs,
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=layout.teams * layout.warps // 4,
+        num_threads=layout.warps // 4,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
@@ -140,10 +129,6 @@ def build_kernel(rows: int, blocks: int, layout: Layout, with_scores: bool, body
 def _build(rows: int, blocks: int, layout: Layout, with_scores: bool):
     """The kernel over `rows` (row, slice) pairs."""
     return build_kernel(rows, blocks, layout, with_scores, _body(rows, blocks, layout, with_scores), inputs=3)
-
-
-def _blocks(rows: int, config: TopkConfig) -> int:
-    return min(-(-rows // config.teams), config.blocks)
 
 
 def slices_of_row(rows: int, columns: int, k: int, blocks: int) -> int:
@@ -166,7 +151,7 @@ def topk(
     slices = slices_of_row(rows, columns, k, config.blocks)
     if slices > 1:
         return _topk_sliced(scores, k, key_start, key_end, slices, return_scores, config)
-    kernel = _build(rows, _blocks(rows, config), make_layout(config, columns, k, 1), return_scores)
+    kernel = _build(rows, min(rows, config.blocks), make_layout(config, columns, k, 1), return_scores)
     out = kernel(scores, key_start, key_end)
     out = [x.reshape(rows, k) for x in out]
     return (out[0], out[1]) if return_scores else out[0]
@@ -180,7 +165,7 @@ def _topk_sliced(scores, k, key_start, key_end, slices, return_scores, config):
     first = jnp.maximum(key_start, 0)
     starts = first[:, None] + offsets  # [T, P]
     ends = jnp.minimum(starts + width, jnp.minimum(key_end, columns)[:, None])
-    kernel = _build(rows * slices, _blocks(rows * slices, config), make_layout(config, columns, k, slices), True)
+    kernel = _build(rows * slices, min(rows * slices, config.blocks), make_layout(config, columns, k, slices), True)
     ids, values = kernel(scores, starts.reshape(-1), ends.reshape(-1))
     # Only the last slice of a row that holds any column can have fewer than k winners, so the valid ones are in front.
     valid = jnp.clip(ends - starts, 0, k).sum(axis=1, dtype=jnp.int32)

@@ -1,17 +1,16 @@
-"""How a team of the top-k kernel walks over its rows, and its arrays in shared memory."""
+"""How a block of the top-k kernel walks over its rows, and its arrays in shared memory."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.topk import mosaic_emit as em
 from pallas_kernels.topk import mosaic_select as select
-from pallas_kernels.topk.mosaic_stream import Row, RowSource, StreamingTeam
+from pallas_kernels.topk.mosaic_stream import Row, RowSource, StreamingBlock
 
 
 def shared_arrays(layout: select.Layout) -> list[tuple[int, Any]]:
-    """Size and dtype of each array of a team in shared memory, in the order of `Shared` and `BulkRing`."""
+    """Size and dtype of each array in shared memory, in the order of `Shared` and `BulkRing`."""
     return [
         (layout.capacity, jnp.float32),
         (layout.capacity, jnp.int32),
@@ -22,32 +21,18 @@ def shared_arrays(layout: select.Layout) -> list[tuple[int, Any]]:
     ]
 
 
-def shared_words(layout: select.Layout) -> int:
-    """32-bit words of a team in shared memory."""
-    return -(-sum(size for size, _ in shared_arrays(layout)) // 32) * 32
-
-
-def carve(layout: select.Layout, words: em.Array, index: em.Int) -> list[em.Array]:
-    """The arrays of team `index` in the block's words: all at constant distances from one address."""
-    own, at, arrays = words.shifted(index * shared_words(layout)), 0, []
-    for size, dtype in shared_arrays(layout):
-        arrays.append(dataclasses.replace(own.shifted(at), is_float=dtype == jnp.float32))
-        at += size
-    return arrays
-
-
-def make_team(layout: select.Layout, arrays: list[em.Array], index: em.Int) -> StreamingTeam:
-    """Team `index` of the block with its `shared_arrays`."""
+def make_block(layout: select.Layout, arrays: list[em.Array]) -> StreamingBlock:
+    """The block with its `shared_arrays`."""
     values, ids, histograms, totals, places, barriers = arrays
     ring = em.BulkRing(places, barriers, layout.places, layout.step)
-    return StreamingTeam(layout, select.Shared(values, ids, histograms, totals, ring), index)
+    return StreamingBlock(layout, select.Shared(values, ids, histograms, totals, ring))
 
 
 class Rows:
-    """Emits the walk of one team over its rows: every `stride`-th, the copies of the next one under way early."""
+    """Emits the walk of one block over its rows: every `stride`-th, the copies of the next one under way early."""
 
-    def __init__(self, rows: int, stride: int, team: StreamingTeam, scores, starts, ends, ids_out, scores_out):
-        self.rows, self.stride, self.team, self.layout = rows, stride, team, team.layout
+    def __init__(self, rows: int, stride: int, block: StreamingBlock, scores, starts, ends, ids_out, scores_out):
+        self.rows, self.stride, self.block, self.layout = rows, stride, block, block.layout
         self.scores, self.starts, self.ends = scores, starts, ends
         self.ids_out, self.scores_out = ids_out, scores_out
 
@@ -57,7 +42,7 @@ class Rows:
         A value that is the same in all lanes would move to the scalar registers at once, which waits for the load.
         """
         index = index.min(self.rows - 1)
-        return em.choose_array((self.team.lane & 1).equals(0), self.starts, self.ends).load(index)
+        return em.choose_array((self.block.lane & 1).equals(0), self.starts, self.ends).load(index)
 
     def bounds(self, loaded: em.Int) -> list[em.Int]:
         """First column and length of a row, and what to add to a column relative to the first to get its id."""
@@ -76,8 +61,8 @@ class Rows:
         return self.row(index, first, length)
 
     def collect(self, index: em.Int, first: em.Int, length: em.Int, gate: em.Int, turn: em.Int, histogram: em.Int):
-        """Candidates of the row with these bounds; see `StreamingTeam.collect`."""
-        return self.team.collect(RowSource(self.team, self.row(index, first, length)), gate, turn, histogram)
+        """Candidates of the row with these bounds; see `StreamingBlock.collect`."""
+        return self.block.collect(RowSource(self.block, self.row(index, first, length)), gate, turn, histogram)
 
     def outputs(self, index: em.Int):
         """Where the ids and the scores of a row go."""
@@ -97,7 +82,7 @@ class Rows:
                 with em.when(inside):
                     scores_out.store(i, row.data.load(row.skew + i))
 
-        em.strided(self.team.thread, self.layout.k, self.layout.threads, write)
+        em.strided(self.block.thread, self.layout.k, self.layout.threads, write)
 
     def next_long(self, index: em.Int, loaded: em.Int) -> list[em.Int]:
         """The next row longer than k from `index` on and its bounds; shorter ones on the way are done at once."""
@@ -123,15 +108,15 @@ class Rows:
         sample = [em.float_from_bits(em.constant(0))] * (layout.sample_vectors * select.VECTOR)
         row = self.streamed(index.min(self.rows - 1), first, length)
         with em.when(index < self.rows):
-            RowSource(self.team, row).prime(turn)
+            RowSource(self.block, row).prime(turn)
         if sample:
             some = (index < self.rows) & self.wants_sample(row.length)
-            sample = em.branch(some, sample, lambda: self.team.sample(row), lambda: sample)
+            sample = em.branch(some, sample, lambda: self.block.sample(row), lambda: sample)
         return [index, first, length, shift, turn, histogram, *sample]
 
     def run(self, index: em.Int) -> None:
-        """All rows of the team, whose first is `index`."""
-        team, zero = self.team, em.constant(0)
+        """All rows of the block, whose first is `index`."""
+        block, zero = self.block, em.constant(0)
 
         def body(state):
             index, first, length, shift, turn, histogram, *sample = state
@@ -141,7 +126,7 @@ class Rows:
                 gate, histogram = em.branch(
                     self.wants_sample(row.length),
                     [gate, histogram],
-                    lambda: team.sampled_gate(row, sample, histogram),
+                    lambda: block.sampled_gate(row, sample, histogram),
                     lambda: [gate, histogram],
                 )
             count, gate, turn, histogram = self.collect(index, first, length, gate, turn, histogram)
@@ -163,7 +148,7 @@ class Rows:
                 scores_out.store(place, select.score_of_key(key))
 
         def cut(entries):
-            return [self.team.cut(count, gate, histogram, entries, write)[2]]
+            return [self.block.cut(count, gate, histogram, entries, write)[2]]
 
         few = layout.few_entries
         fits = count <= few * layout.threads

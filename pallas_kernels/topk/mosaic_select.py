@@ -1,4 +1,4 @@
-"""Selection in the top-k kernel: how a team of threads cuts its buffer of candidates to the best k.
+"""Selection in the top-k kernel: how a block of threads cuts its buffer of candidates to the best k.
 
 See `mosaic_stream` for the whole algorithm.
 """
@@ -11,6 +11,7 @@ from pallas_kernels.topk.mosaic_emit import Array, Bool, BulkRing, Float, Int
 
 VECTOR = 4  # float32 in 16 bytes
 LANES = 32
+PER_THREAD = 16  # neighbouring columns of a thread in one step of the stream
 DIGIT_BITS = 8
 BINS = 1 << DIGIT_BITS
 HISTOGRAMS = 3
@@ -26,9 +27,7 @@ class Layout:
       k: How many columns to keep.
       columns: Columns of the scores, S.
       slices: How many parts each row of the scores is cut into; each is a row to the kernel.
-      teams: Teams of a block.
-      warps: Warps of a team.
-      per_thread: Neighbouring columns of a thread in one step of the stream, 8 or 16.
+      warps: Warps of a block.
       places: Places of the ring.
       sample_vectors: 16-byte loads of a thread for the sample; 0 starts without a gate.
       sample_target: Expected number of columns that pass the sampled gate.
@@ -37,22 +36,20 @@ class Layout:
     k: int
     columns: int
     slices: int
-    teams: int
     warps: int
-    per_thread: int
     places: int
     sample_vectors: int
     sample_target: int
 
     @property
     def threads(self) -> int:
-        """Threads of a team."""
+        """Threads of a block."""
         return self.warps * LANES
 
     @property
     def step(self) -> int:
         """Columns of one step of the stream."""
-        return self.threads * self.per_thread
+        return self.threads * PER_THREAD
 
     @property
     def entries(self) -> int:
@@ -77,7 +74,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Arrays of a team in shared memory.
+    """Arrays in shared memory.
 
     Attributes:
       values: Scores of the candidates [capacity] float32.
@@ -105,18 +102,18 @@ def score_of_key(key: Int) -> Float:
     return em.float_from_bits((key < 0).choose(key ^ 0x80000000, key ^ -1))
 
 
-class Team:
-    """Emits the parts of the kernel for one thread of team `index`."""
+class Block:
+    """Emits the selection for one thread of a block."""
 
-    def __init__(self, layout: Layout, shared: Shared, index: Int):
-        self.layout, self.shared, self.index = layout, shared, index
-        self.thread = em.thread_index() - index * layout.threads
+    def __init__(self, layout: Layout, shared: Shared):
+        self.layout, self.shared = layout, shared
+        self.thread = em.thread_index()
         self.lane = self.thread & (LANES - 1)
         self.warp = self.thread >> 5
 
     def barrier(self) -> None:
-        """Wait for the whole team."""
-        em.team_barrier(self.index, self.layout.threads)
+        """Wait for the whole block."""
+        em.block_barrier(self.layout.threads)
 
     def initialise(self) -> None:
         """Make the barriers of the ring and clear the histograms."""
@@ -196,7 +193,7 @@ class Team:
         return em.warp_sum((self.lane < self.warp).choose(count, 0)), em.warp_sum(count)
 
     def publish(self, slot: int, value: Int) -> None:
-        """Show a value of the warp to the team."""
+        """Show a value of the warp to the block."""
         with em.when(self.lane.equals(0)):
             self.shared.totals.store(self.warp + slot, value)
 

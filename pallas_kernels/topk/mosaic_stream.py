@@ -1,11 +1,10 @@
-"""Body of the top-k kernel: a team of threads keeps the best k of a row while it streams through it once.
+"""Body of the top-k kernel: a block of threads keeps the best k of a row while it streams through it once.
 
-A block has one team or two, each with its own rows and its own shared memory, so that one can stream while the other
-selects. A team holds a buffer of candidates in ascending column order and a gate, the lowest key still of interest.
+The block holds a buffer of candidates in ascending column order and a gate, the lowest key still of interest.
 
 1. A sample of a long row sets the first gate so that a little more than k columns should pass it.
 2. Bulk copies bring the row into a ring of places in shared memory. Each thread looks at a few neighbouring columns;
-   the team adds up how many pass the gate before each thread, and only then anything is appended, so that nothing ever
+   the block adds up how many pass the gate before each thread, and only then anything is appended, so that nothing ever
    has to be undone.
 3. When the buffer would overflow, a radix selection cuts it to its best k, ties to the lower column, and the gate rises
    above the k-th key: later columns of the same key have higher ids and lose anyway.
@@ -19,12 +18,12 @@ import dataclasses
 
 from pallas_kernels.topk import mosaic_emit as em
 from pallas_kernels.topk.mosaic_emit import Array, Float, Int
-from pallas_kernels.topk.mosaic_select import LANES, NAN_KEY, VECTOR, Team, score_of_key, sortable_key
+from pallas_kernels.topk.mosaic_select import LANES, NAN_KEY, PER_THREAD, VECTOR, Block, score_of_key, sortable_key
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a team works on.
+    """What a block works on.
 
     Attributes:
       data: Scores from the last 16-byte boundary at or before the row's first column.
@@ -42,40 +41,40 @@ class RowSource:
 
     turns = 1  # of the ring for a step
 
-    def __init__(self, team: "StreamingTeam", row: Row):
-        self.team, self.row = team, row
-        self.steps = (row.length + row.skew + (team.layout.step - 1)).udiv(team.layout.step)
+    def __init__(self, block: "StreamingBlock", row: Row):
+        self.block, self.row = block, row
+        self.steps = (row.length + row.skew + (block.layout.step - 1)).udiv(block.layout.step)
 
     def first_column(self, step: Int) -> Int:
         """Id of this thread's first column of a step; below 0 before the row."""
-        return step * self.team.layout.step + self.team.thread * self.team.layout.per_thread - self.row.skew
+        return step * self.block.layout.step + self.block.thread * PER_THREAD - self.row.skew
 
     def wait(self, step: Int, turn: Int) -> Array:
         """Where the step lies in shared memory, once it is there."""
         del step
-        return self.team.shared.ring.wait(turn)
+        return self.block.shared.ring.wait(turn)
 
     def release(self, step: Int, turn: Int) -> None:
         """The place of the step before is free: bring the next."""
-        ahead = self.team.layout.places - 1
+        ahead = self.block.layout.places - 1
         with em.when(step > 0):
             self.copy_step(step + ahead, turn + ahead)
 
     def copy_step(self, step: Int, turn: Int, thread: int = 0) -> None:
         """One thread starts the copy of a step, if the row has it. Whole 16 bytes never cross the end of a page."""
-        row, size = self.row, self.team.layout.step
+        row, size = self.row, self.block.layout.step
         first = step * size
         columns = ((row.length + row.skew + (VECTOR - 1)) & -VECTOR) - first
-        with em.when(self.team.thread.equals(thread) & (columns > 0)):
-            self.team.shared.ring.copy(turn, row.data, first, columns.min(size))
+        with em.when(self.block.thread.equals(thread) & (columns > 0)):
+            self.block.shared.ring.copy(turn, row.data, first, columns.min(size))
 
     def prime(self, turn: Int) -> None:
         """Start the copies of the first steps, each by another warp: all would wait for one that starts them all."""
-        for i in range(self.team.layout.places):
-            self.copy_step(em.constant(i), turn + i, i % self.team.layout.warps * LANES)
+        for i in range(self.block.layout.places):
+            self.copy_step(em.constant(i), turn + i, i % self.block.layout.warps * LANES)
 
 
-class StreamingTeam(Team):
+class StreamingBlock(Block):
     """Emits the stream of rows past the buffer for one thread."""
 
     def sample(self, row: Row) -> list[Float]:
@@ -100,26 +99,25 @@ class StreamingTeam(Team):
     def passing(self, first: Int, length: Int, data: Array, gate: Int) -> Int:
         """Bit i says whether column `first + i`, this thread's i-th, is in the row and passes the gate."""
         bound = score_of_key(gate)
-        size = self.layout.per_thread
-        pieces = size // VECTOR
+        pieces = PER_THREAD // VECTOR
         # Lanes that would meet in a bank, 32 columns apart, start at different pieces.
-        order = [((self.lane >> (6 - size.bit_length())) + u) & (pieces - 1) for u in range(pieces)]
-        loaded = [data.load4_floats(self.thread * size + piece * VECTOR) for piece in order]
+        order = [((self.lane >> 1) + u) & (pieces - 1) for u in range(pieces)]
+        loaded = [data.load4_floats(self.thread * PER_THREAD + piece * VECTOR) for piece in order]
         mask = em.constant(0)
         for piece, scores in zip(order, loaded, strict=True):
             bits = em.constant(0)
             for e, x in enumerate(scores):
                 bits = bits | (x >= bound).choose(1 << e, 0)
             mask = mask | (bits << (piece * VECTOR))
-        mask = gate.ule(NAN_KEY).choose((1 << size) - 1, mask)
-        begin = em.constant(0).max(em.constant(0) - first).min(size)
-        end = (length - first).max(0).min(size)
+        mask = gate.ule(NAN_KEY).choose((1 << PER_THREAD) - 1, mask)
+        begin = em.constant(0).max(em.constant(0) - first).min(PER_THREAD)
+        end = (length - first).max(0).min(PER_THREAD)
         inside = ((em.constant(1) << end) - 1) & (em.constant(-1) << begin)
         return mask & inside
 
     def append(self, place: Int, mask: Int, data: Array, first: Int) -> None:
         """Append the columns of the mask, which are in order."""
-        data = data.shifted(self.thread * self.layout.per_thread)
+        data = data.shifted(self.thread * PER_THREAD)
 
         def body(state):
             place, mask = state

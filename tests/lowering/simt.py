@@ -434,10 +434,9 @@ def thread_index():
     return Int(np.arange(Machine.threads))
 
 
-def team_barrier(team, threads):
+def block_barrier(threads):
     """See `mosaic_emit`."""
     assert threads == Machine.threads
-    assert np.all(team.value == 0), "one team runs at a time"
     assert Machine.active.all(), "a barrier that not all threads reach"
     Machine.epoch += 1
 

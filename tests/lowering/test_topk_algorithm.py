@@ -18,14 +18,14 @@ def _on_the_cpu(monkeypatch):
         monkeypatch.setattr(module, "em", simt)
 
 
-def _team(layout, seen):
+def _block(layout, seen):
     simt.Machine.start(layout.threads)
     arrays = [simt.Array.of(np.full(size, 99, dtype), shared=True) for size, dtype in mosaic_rows.shared_arrays(layout)]
-    team = mosaic_rows.make_team(layout, arrays, simt.constant(0))
+    block = mosaic_rows.make_block(layout, arrays)
     if seen is not None:
-        _watch(team, seen)
-    team.initialise()
-    return team
+        _watch(block, seen)
+    block.initialise()
+    return block
 
 
 def run(scores, k, starts, ends, *, slices=1, blocks=2, seen=None, maxima=None, **changes):
@@ -38,19 +38,19 @@ def run(scores, k, starts, ends, *, slices=1, blocks=2, seen=None, maxima=None, 
     bounds = [simt.Array.of(np.asarray(x, np.int32)) for x in (starts, ends)]
     arrays = simt.Array.of(scores.reshape(-1)), *bounds, ids, values
     for index in range(blocks):
-        team = _team(layout, seen)
+        block = _block(layout, seen)
         if maxima is None:
-            walk = mosaic_rows.Rows(rows, blocks, team, *arrays)
+            walk = mosaic_rows.Rows(rows, blocks, block, *arrays)
         else:
             listed = simt.Array.of(np.full(-(-k // THREADS) * THREADS, 99, np.int32), shared=True)
-            walk = mosaic_blocks.BlockRows(rows, blocks, team, arrays, simt.Array.of(maxima.reshape(-1)), listed)
+            walk = mosaic_blocks.BlockRows(rows, blocks, block, arrays, simt.Array.of(maxima.reshape(-1)), listed)
         walk.run(simt.constant(index))
     return ids.memory.data.reshape(rows, k), values.memory.data.reshape(rows, k)
 
 
-def _watch(team, seen):
+def _watch(block, seen):
     """Count the cuts in the middle of a row and the rows streamed twice."""
-    cut, stream = team.cut, team.stream
+    cut, stream = block.cut, block.stream
 
     def counted_cut(*args):
         seen["cuts"] = seen.get("cuts", 0) + 1
@@ -60,7 +60,7 @@ def _watch(team, seen):
         seen["streams"] = seen.get("streams", 0) + 1
         return stream(*args)
 
-    team.cut, team.stream = counted_cut, counted_stream
+    block.cut, block.stream = counted_cut, counted_stream
 
 
 def check(scores, k, starts, ends, **options):
@@ -89,12 +89,6 @@ def test_without_a_sample(kind):
     check(scores, 300, [0, 1], [9000, 8999], sample_vectors=0)
 
 
-def test_eight_columns_a_thread():
-    rng = np.random.default_rng(11)
-    scores = np.stack([score_row(rng, kind, 9001) for kind in ("normal", "ties", "recent", "nan")])
-    check(scores, 200, [0, 1, 2, 3], [9001, 9000, 8999, 8998], per_thread=8, places=3)
-
-
 def test_gate_too_high_streams_again():
     rng = np.random.default_rng(3)
     scores = rng.standard_normal((2, 9000)).astype(np.float32)
@@ -119,7 +113,7 @@ def test_sample_that_misses_the_winners():
 
 def test_lengths_around_k_and_around_a_step():
     rng = np.random.default_rng(5)
-    k, step = 50, THREADS * mosaic_hopper.TopkConfig().per_thread
+    k, step = 50, THREADS * mosaic_select.PER_THREAD
     lengths = [0, 1, k - 1, k, k + 1, step - 1, step, step + 1, 2 * step + 3, -4]
     scores = rng.standard_normal((len(lengths), 3 * step)).astype(np.float32)
     starts = [3 * i for i in range(len(lengths))]
@@ -146,7 +140,7 @@ def test_a_missing_barrier_is_noticed(monkeypatch, missing):
     """The check for races can fail: without the barriers of one part it does."""
     scores = np.random.default_rng(8).standard_normal((1, 9000)).astype(np.float32)
     name = ("select", "stream")[missing]
-    real = getattr(mosaic_stream.StreamingTeam, name)
+    real = getattr(mosaic_stream.StreamingBlock, name)
 
     def without_barriers(self, *args):
         own = self.barrier
@@ -156,7 +150,7 @@ def test_a_missing_barrier_is_noticed(monkeypatch, missing):
         finally:
             self.barrier = own
 
-    monkeypatch.setattr(mosaic_stream.StreamingTeam, name, without_barriers)
+    monkeypatch.setattr(mosaic_stream.StreamingBlock, name, without_barriers)
     with pytest.raises(AssertionError, match=r"races|waited|threads write"):
         check(scores, 40, [0], [9000], blocks=1)
 
