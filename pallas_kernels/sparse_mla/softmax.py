@@ -1,0 +1,225 @@
+"""Online softmax of one block of scores and the epilogue of the sparse MLA kernel."""
+
+import math
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.sparse_mla import device_ops as dev
+from pallas_kernels.sparse_mla.tile_shape import (
+    BITS,
+    BITS_OF_STEP,
+    BLOCK,
+    DECAY,
+    INVERSE,
+    LATENT,
+    LISTS_AHEAD,
+    SLOTS,
+    TILE_ROWS,
+    TileShape,
+)
+
+TILE_BYTES = 1024
+Pred = arith.CmpIPredicate
+TRANSFORMS = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+WGMMA = plgpu.Layout.WGMMA
+
+
+def _position():
+    """Warp, lane, and the row of the tile of this thread's first row half; the second is 8 rows below."""
+    tid = dev.thread()
+    warp, lane = arith.divui(tid, dev.const(32)), arith.remui(tid, dev.const(32))
+    row = arith.addi(arith.muli(warp, dev.const(16)), arith.divui(lane, dev.const(4)))
+    return warp, lane, row
+
+
+def _members(control, step, heads: int):
+    """For both row halves, the two words of key bits of the row's token, shifted to this thread's columns."""
+    warp, lane, _ = _position()
+    base = mgpu_utils.memref_ptr(control)
+    shift = arith.muli(arith.remui(lane, dev.const(4)), dev.const(2))
+    slot = arith.andi(step, dev.const(LISTS_AHEAD - 1))
+    start = arith.addi(dev.const(BITS), arith.muli(slot, dev.const(BITS_OF_STEP)))
+
+    def words(half):
+        first_row = arith.addi(arith.muli(warp, dev.const(16)), dev.const(8 * half))
+        token = arith.divui(first_row, dev.const(heads)) if heads < TILE_ROWS else dev.const(0)
+        at = arith.addi(start, arith.muli(token, dev.const(2)))
+        load = lambda i: llvm.load(dev.i32(), dev.offset(base, arith.addi(at, dev.const(i)), dev.i32()))  # noqa: E731
+        return [arith.shrui(load(i), shift) for i in range(2)]
+
+    first = words(0)
+    return first, words(1) if heads < 16 else first
+
+
+def _clear_nonfinite(ring, step):
+    """Set the infinities and NaN of the block's values to 0, so that a weight of 0 hides them from other rows."""
+    _, lane, _ = _position()
+    slot = arith.remui(step, dev.const(SLOTS))
+    base = arith.addi(dev.shared_address(ring), arith.muli(slot, dev.const(BLOCK * LATENT * 2)))
+    pointer = llvm.inttoptr(llvm.PointerType.get(address_space=3), base)
+    with dev.loop(dev.const(0), dev.const(BLOCK), dev.const(1)) as key:
+        row = arith.addi(
+            arith.muli(arith.divui(key, dev.const(8)), dev.const(LATENT // 64 * TILE_BYTES)),
+            arith.muli(arith.remui(key, dev.const(8)), dev.const(128)),
+        )
+        with dev.loop(dev.const(0), dev.const(LATENT // 2), dev.const(32)) as step:
+            word = arith.addi(step, lane)  # 32 words of 2 values a tile
+            at = arith.addi(row, arith.muli(arith.divui(word, dev.const(32)), dev.const(TILE_BYTES)))
+            at = arith.addi(at, arith.muli(arith.remui(word, dev.const(32)), dev.const(4)))
+            where = dev.offset(pointer, at, ir.IntegerType.get_signless(8))
+            value = llvm.load(dev.i32(), where)
+            for exponent, half in ((0x7F80, 0xFFFF), (0x7F800000, 0xFFFF0000)):
+                bad = arith.cmpi(Pred.eq, arith.andi(value, dev.const(exponent)), dev.const(exponent))
+                value = arith.select(bad, arith.andi(value, dev.const(0xFFFFFFFF ^ half)), value)
+            llvm.store(value, where)
+
+
+def block_step(log2_scale: float, heads: int, masked: bool):
+    """Inline function `(scores, top, total, step, control, ring) -> (p, top, total)`.
+
+    `top` is the running maximum in units of log2; `total` is this thread's share of the running sum. The factor that
+    the output must shrink by goes to the control array.
+    """
+    result = (
+        plgpu.ShapeDtypeStruct((TILE_ROWS, BLOCK), jnp.float32, layout=WGMMA),
+        plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.float32, layout=dev.ROW),
+        plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.float32, layout=dev.ROW),
+    )
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, dev.ROW, dev.ROW, dev.SCALAR, dev.REF, TRANSFORMS), return_type=result
+    )
+    def run(ctx, scores, top, total, step, control, ring):
+        step = dev.scalar(step)
+        _, lane, row = _position()
+        values = dev.lanes(scores)  # [tile, half, 2] flat
+        at = lambda tile, half, e: (tile * 2 + half) * 2 + e  # noqa: E731
+        members = _members(control, step, heads)
+        if masked:
+            poison = dev.fconst(0.0)
+            for value in values:
+                poison = dev.fma(value, dev.fconst(0.0), poison)
+            seen = dev.ballot(arith.cmpf(arith.CmpFPredicate.UNO, poison, poison))
+            with mgpu_utils.when(arith.cmpi(Pred.ne, seen, dev.const(0))):
+                _clear_nonfinite(ring, step)
+        for tile in range(BLOCK // 8):
+            for e in range(2):
+                ok = None
+                for half in range(2):
+                    if half == 0 or members[1] is not members[0]:
+                        bit = dev.const(1 << (8 * (tile % 4) + e))
+                        word = members[half][tile // 4]
+                        ok = arith.cmpi(Pred.ne, arith.andi(word, bit), dev.const(0))
+                    i = at(tile, half, e)
+                    values[i] = arith.select(ok, values[i], dev.fconst(-math.inf))
+        new_top, new_total = [], []
+        for half in range(2):
+            mine = [at(tile, half, e) for tile in range(BLOCK // 8) for e in range(2)]
+            block_top = values[mine[0]]
+            for i in mine[1:]:
+                block_top = arith.maxnumf(block_top, values[i])
+            block_top = dev.quad_reduce(block_top, arith.maxnumf)
+            before = dev.lanes(top)[half]
+            after = arith.maxnumf(before, arith.mulf(block_top, dev.fconst(log2_scale)))
+            decay = dev.exp2(arith.subf(before, after))
+            shift = arith.negf(after)
+            added = [dev.fconst(0.0), dev.fconst(0.0)]
+            for n, i in enumerate(mine):
+                values[i] = dev.exp2(dev.fma(values[i], dev.fconst(log2_scale), shift))
+                added[n % 2] = arith.addf(added[n % 2], values[i])
+            new_top.append(after)
+            new_total.append(dev.fma(dev.lanes(total)[half], decay, arith.addf(*added)))
+            with mgpu_utils.when(arith.cmpi(Pred.eq, arith.remui(lane, dev.const(4)), dev.const(0))):
+                pair = arith.muli(arith.andi(step, dev.const(1)), dev.const(TILE_ROWS))
+                word = arith.addi(arith.addi(pair, row), dev.const(DECAY + 8 * half))
+                llvm.store(decay, dev.offset(mgpu_utils.memref_ptr(control), word, dev.f32()))
+        return dev.like(scores, values), dev.like(top, new_top), dev.like(total, new_total)
+
+    return run
+
+
+def _row_factors(control, first):
+    """For both row halves, the float32 of this thread's row from 64 words of the control array."""
+    _, _, row = _position()
+    at = dev.offset(mgpu_utils.memref_ptr(control), arith.addi(first, row), dev.f32())
+    return [llvm.load(dev.f32(), dev.offset(at, dev.const(8 * half), dev.f32())) for half in range(2)]
+
+
+def shrink(columns: int):
+    """Inline function `(acc, pair, control)`: the accumulator's rows times the factors of that slot."""
+    result = plgpu.ShapeDtypeStruct((TILE_ROWS, columns), jnp.float32, layout=dev.ACCUMULATOR)
+
+    @plgpu.inline_mgpu(arg_types=(dev.ACCUMULATOR, dev.SCALAR, dev.REF), return_type=result)
+    def run(ctx, acc, pair, control):
+        factors = _row_factors(control, arith.addi(arith.muli(dev.scalar(pair), dev.const(TILE_ROWS)), dev.const(DECAY)))
+        values = [arith.mulf(v, factors[i // 2 % 2]) for i, v in enumerate(dev.lanes(acc))]
+        return dev.like(acc, values)
+
+    return run
+
+
+def _row_of_output(shape: TileShape, tile, part, row):
+    """Flat row of the output as i64, and whether the tile's `row` is one."""
+    at = arith.addi(arith.muli(tile, dev.const(shape.rows)), row)
+    ok = arith.andi(arith.cmpi(Pred.slt, row, dev.const(shape.rows)), arith.cmpi(Pred.slt, at, dev.const(shape.queries)))
+    start = arith.muli(dev.widen(part), mgpu.c(shape.queries, dev.i64()))
+    return arith.addi(start, dev.widen(at)), ok
+
+
+def finish(shape: TileShape):
+    """Inline function `(top, total, control, lse, tile, part)`: reciprocal sums to the control array, lse out."""
+
+    @plgpu.inline_mgpu(arg_types=(dev.ROW, dev.ROW, dev.REF, dev.REF, dev.SCALAR, dev.SCALAR))
+    def run(ctx, top, total, control, lse, tile, part):
+        tile, part = dev.scalar(tile), dev.scalar(part)
+        _, lane, row = _position()
+        for half in range(2):
+            mass = dev.quad_reduce(dev.lanes(total)[half], arith.addf)
+            empty = arith.cmpf(arith.CmpFPredicate.OEQ, mass, dev.fconst(0.0))
+            inverse = arith.select(empty, dev.fconst(0.0), arith.divf(dev.fconst(1.0), mass))
+            log = dev.asm_pure(dev.f32(), [mass], "lg2.approx.f32 $0, $1;", "=f,f")
+            natural = arith.mulf(arith.addf(dev.lanes(top)[half], log), dev.fconst(math.log(2)))
+            natural = arith.select(empty, dev.fconst(-math.inf), natural)
+            this = arith.addi(row, dev.const(8 * half))
+            at, ok = _row_of_output(shape, tile, part, this)
+            first = arith.cmpi(Pred.eq, arith.remui(lane, dev.const(4)), dev.const(0))
+            with mgpu_utils.when(first):
+                word = arith.addi(dev.const(INVERSE), this)
+                llvm.store(inverse, dev.offset(mgpu_utils.memref_ptr(control), word, dev.f32()))
+            with mgpu_utils.when(arith.andi(first, ok)):
+                llvm.store(natural, dev.offset(dev.global_pointer(lse), at, dev.f32()))
+
+    return run
+
+
+def output_store(shape: TileShape, out_dtype: str):
+    """Inline function `(acc, control, out, tile, part, column)`: some columns of the tile's outputs to memory."""
+    bf16 = out_dtype == "bfloat16"
+
+    @plgpu.inline_mgpu(arg_types=(dev.ACCUMULATOR, dev.REF, dev.REF, dev.SCALAR, dev.SCALAR, dev.SCALAR))
+    def run(ctx, acc, control, out, tile, part, column):
+        tile, part, column = map(dev.scalar, (tile, part, column))
+        _, lane, row = _position()
+        values = dev.lanes(acc)
+        factors = _row_factors(control, dev.const(INVERSE))
+        kind = ir.BF16Type.get() if bf16 else dev.f32()
+        pair = ir.VectorType.get((2,), kind)
+        for half in range(2):
+            at, ok = _row_of_output(shape, tile, part, arith.addi(row, dev.const(8 * half)))
+            column_here = arith.addi(column, arith.muli(arith.remui(lane, dev.const(4)), dev.const(2)))
+            start = arith.addi(arith.muli(at, mgpu.c(LATENT, dev.i64())), dev.widen(column_here))
+            pointer = dev.offset(dev.global_pointer(out), start, kind)
+            factor = factors[half]
+            with mgpu_utils.when(ok):
+                for t in range(len(values) // 4):
+                    both = [arith.mulf(values[(t * 2 + half) * 2 + e], factor) for e in range(2)]
+                    if bf16:
+                        both = [arith.truncf(kind, v) for v in both]
+                    llvm.store(vector.from_elements(pair, both), dev.offset(pointer, dev.const(8 * t), kind))
+
+    return run
