@@ -48,19 +48,19 @@ def _pack(values):
 
 
 def list_reader(shape: TileShape):
-    """Inline function `(lists, masks, tile, part, listed, count, block, active) -> entry of this thread's key`.
+    """Inline function `(lists, masks, tile, start, listed, count, block, active) -> entry of this thread's key`.
 
-    Block 0 is the rows of queries of the tile, block i the i-th block of keys of the part of the list. What lies at or
-    beyond `count`, is no row, or belongs to no tile (`active` 0) comes back as id -1 and mask 0.
+    Block 0 is the rows of queries of the tile, block i the i-th block of the `count` keys at `start` of the list. What
+    lies beyond, is no row, or belongs to no tile (`active` 0) comes back as id -1 and mask 0.
     """
 
     @plgpu.inline_mgpu(arg_types=(dev.REF, dev.REF) + (dev.SCALAR,) * 6, return_type=ENTRY_TYPE)
     def read(ctx, lists, masks, *scalars):
-        tile, part, listed, count, block, active = map(dev.scalar, scalars)
+        tile, begin, listed, count, block, active = map(dev.scalar, scalars)
         key = arith.remui(dev.thread(), dev.const(BLOCK))
         start = arith.addi(
             arith.muli(dev.widen(listed), mgpu.c(shape.length, dev.i64())),
-            dev.widen(arith.muli(part, dev.const(shape.part))),
+            dev.widen(begin),
         )
         position = arith.addi(arith.muli(arith.subi(block, dev.const(1)), dev.const(BLOCK)), key)
         inside = arith.andi(

@@ -96,10 +96,11 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
       outputs [splits * T * H, 512] and their natural log-sum-exp [splits * T * H].
     """
     rope = shape.width == WIDTH
+    grid = min(config.blocks, shape.tiles)
     copies = gather.row_copies(shape)
     lists_ahead = gather.list_reader(shape)
     publish = gather.publisher(shape)
-    step_softmax = softmax.block_step(softmax_scale * math.log2(math.e), shape.heads, shape.masked)
+    step_softmax = softmax.block_step(shape, softmax_scale * math.log2(math.e))
     shrink = softmax.shrink(HALF)
     finish_softmax = softmax.finish(shape)
     store_output = softmax.output_store(shape, out_dtype)
@@ -108,22 +109,25 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
     def body(kv, lists, masks, counts, q, out, lse, ring, ropes, q_rest, control):
         wg = lax.axis_index("wg")
         first = lax.axis_index("block")
-        trips = (shape.tiles - 1 - first) // config.blocks + 1
+        trips = (shape.tiles - 1 - first) // grid + 1
 
         pl.when(wg == 0)(lambda: init(control))
         dev.block_sync()
 
         def tile_of(n):
-            tile = first + n * config.blocks
+            tile = first + n * grid
             row_tile = lax.div(tile, shape.splits)
             return row_tile, lax.rem(tile, shape.splits), lax.div(row_tile, shape.tiles_per_list)
 
-        def count_of(n):
-            _, part, listed = tile_of(jnp.minimum(n, trips - 1))
-            return jnp.clip(counts[listed] - part * shape.part, 0, shape.part)
-
         def blocks_of(count):
-            return (count + BLOCK - 1) // BLOCK
+            return lax.div(count + BLOCK - 1, BLOCK)
+
+        def keys_of(n):
+            """Where the n-th tile's part of its list starts, and how many keys it has."""
+            _, part, listed = tile_of(jnp.minimum(n, trips - 1))
+            whole = counts[listed]
+            size = lax.div(blocks_of(whole) + shape.splits - 1, shape.splits) * BLOCK
+            return part * size, jnp.clip(whole - part * size, 0, size)
 
         @pl.when(wg == 0)
         def _scores():
@@ -179,7 +183,7 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
                     return step + 1, top, total
 
                 start = (_zeros((TILE_ROWS,), dev.ROW, NO_MAXIMUM), _zeros((TILE_ROWS,), dev.ROW))
-                step, top, total = lax.fori_loop(0, blocks_of(count_of(n)), block_step, (step + 1, *start))
+                step, top, total = lax.fori_loop(0, blocks_of(keys_of(n)[1]), block_step, (step + 1, *start))
                 dev.wait(control, jnp.int32(Barrier.LAST_FREE), 1 - (n & 1))
                 finish_softmax(top, total, control, lse, row_tile, part)
                 dev.arrive(control, jnp.int32(Barrier.LAST_READY))
@@ -194,15 +198,17 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
 
             def read_list(cursor):
                 """The key of this thread at the cursor, and the cursor one step on."""
-                n, block, count, upcoming = cursor
-                row_tile, part, listed = tile_of(n)
-                entry = lists_ahead(lists, masks, row_tile, part, listed, count, block, (n < trips).astype(jnp.int32))
+                n, block, start, count, next_start, next_count = cursor
+                row_tile, _, listed = tile_of(jnp.minimum(n, trips - 1))
+                active = (n < trips).astype(jnp.int32)
+                entry = lists_ahead(lists, masks, row_tile, start, listed, count, block, active)
                 done = block >= blocks_of(count)
                 n = jnp.where(done, n + 1, n)
-                return entry, (n, jnp.where(done, 0, block + 1), jnp.where(done, upcoming, count), count_of(n + 1))
+                start, count = jnp.where(done, next_start, start), jnp.where(done, next_count, count)
+                return entry, (n, jnp.where(done, 0, block + 1), start, count, *keys_of(n + 1))
 
             def prologue():
-                state = (jnp.int32(0), jnp.int32(0), count_of(0), count_of(1))
+                state = (jnp.int32(0), jnp.int32(0), *keys_of(0), *keys_of(1))
                 entry = None
                 if not left:
                     entry, state = read_list(state)
@@ -260,7 +266,7 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
                     acc = pl.run_state(product)(plgpu.ACC.init(shrink(acc, pair, control)))
                     return step + 1, acc, refill(step, ahead)
 
-                blocks = blocks_of(count_of(n))
+                blocks = blocks_of(keys_of(n)[1])
                 zeros = _zeros((TILE_ROWS, HALF), dev.ACCUMULATOR)
                 step, acc, ahead = lax.fori_loop(0, blocks, block_step, (step + 1, zeros, ahead))
                 dev.wait(control, jnp.int32(Barrier.LAST_READY), n & 1)
@@ -281,7 +287,7 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
             jax.ShapeDtypeStruct((rows, LATENT), jnp.dtype(out_dtype)),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ],
-        grid=(config.blocks,),
+        grid=(grid,),
         grid_names=("block",),
         num_threads=3,
         thread_name="wg",

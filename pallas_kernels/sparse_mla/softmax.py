@@ -79,12 +79,13 @@ def _clear_nonfinite(ring, step):
             llvm.store(value, where)
 
 
-def block_step(log2_scale: float, heads: int, masked: bool):
+def block_step(shape: TileShape, log2_scale: float):
     """Inline function `(scores, top, total, step, control, ring) -> (p, top, total)`.
 
     `top` is the running maximum in units of log2; `total` is this thread's share of the running sum. The factor that
     the output must shrink by goes to the control array.
     """
+    heads = shape.heads if shape.masked else TILE_ROWS  # without masks all rows share the bits of one token
     result = (
         plgpu.ShapeDtypeStruct((TILE_ROWS, BLOCK), jnp.float32, layout=WGMMA),
         plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.float32, layout=dev.ROW),
@@ -100,7 +101,7 @@ def block_step(log2_scale: float, heads: int, masked: bool):
         values = dev.lanes(scores)  # [tile, half, 2] flat
         at = lambda tile, half, e: (tile * 2 + half) * 2 + e  # noqa: E731
         members = _members(control, step, heads)
-        if masked:
+        if shape.masked:
             poison = dev.fconst(0.0)
             for value in values:
                 poison = dev.fma(value, dev.fconst(0.0), poison)

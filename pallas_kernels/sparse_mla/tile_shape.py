@@ -68,11 +68,6 @@ class TileShape:
         return self.heads * self.group // self.tiles_per_list
 
     @property
-    def part(self) -> int:
-        """Entries of a part of a list, whole blocks."""
-        return -(-self.length // (self.splits * BLOCK)) * BLOCK
-
-    @property
     def tiles(self) -> int:
         """All tiles, parts counted."""
         return self.lists * self.tiles_per_list * self.splits
