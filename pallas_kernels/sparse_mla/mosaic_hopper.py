@@ -184,8 +184,9 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
 
                 start = (_zeros((TILE_ROWS,), dev.ROW, NO_MAXIMUM), _zeros((TILE_ROWS,), dev.ROW))
                 step, top, total = lax.fori_loop(0, blocks_of(keys_of(n)[1]), block_step, (step + 1, *start))
-                dev.wait(control, jnp.int32(Barrier.LAST_FREE), 1 - (n & 1))
-                finish_softmax(top, total, control, lse, row_tile, part)
+                pair, parity = _pair(step)
+                dev.wait(control, Barrier.ROPE + pair, parity)  # the factors of two steps before have been read
+                finish_softmax(top, total, step, control, lse, row_tile, part)
                 dev.arrive(control, jnp.int32(Barrier.LAST_READY))
                 return step
 
@@ -263,15 +264,14 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
                         if not left:
                             publish(ahead[0], step + LISTS_AHEAD, control)
 
-                    acc = pl.run_state(product)(plgpu.ACC.init(shrink(acc, pair, control)))
+                    acc = pl.run_state(product)(plgpu.ACC.init(shrink(acc, step, control)))
                     return step + 1, acc, refill(step, ahead)
 
                 blocks = blocks_of(keys_of(n)[1])
                 zeros = _zeros((TILE_ROWS, HALF), dev.ACCUMULATOR)
                 step, acc, ahead = lax.fori_loop(0, blocks, block_step, (step + 1, zeros, ahead))
                 dev.wait(control, jnp.int32(Barrier.LAST_READY), n & 1)
-                store_output(acc, control, out, row_tile, part, jnp.int32(0 if left else HALF))
-                dev.arrive(control, jnp.int32(Barrier.LAST_FREE))
+                store_output(acc, step, control, out, row_tile, part, jnp.int32(0 if left else HALF))
                 return step, ahead
 
             lax.fori_loop(0, trips, tile_step, (jnp.int32(0), prologue()))

@@ -14,8 +14,7 @@ from pallas_kernels.sparse_mla.tile_shape import (
     BITS,
     BITS_OF_STEP,
     BLOCK,
-    DECAY,
-    INVERSE,
+    FACTORS,
     LATENT,
     LISTS_AHEAD,
     SLOTS,
@@ -136,28 +135,32 @@ def block_step(shape: TileShape, log2_scale: float):
             new_top.append(after)
             new_total.append(dev.fma(dev.lanes(total)[half], decay, arith.addf(*added)))
             with mgpu_utils.when(arith.cmpi(Pred.eq, arith.remui(lane, dev.const(4)), dev.const(0))):
-                pair = arith.muli(arith.andi(step, dev.const(1)), dev.const(TILE_ROWS))
-                word = arith.addi(arith.addi(pair, row), dev.const(DECAY + 8 * half))
-                llvm.store(decay, dev.offset(mgpu_utils.memref_ptr(control), word, dev.f32()))
+                llvm.store(decay, _factor(control, step, row, half))
         return dev.like(scores, values), dev.like(top, new_top), dev.like(total, new_total)
 
     return run
 
 
-def _row_factors(control, first):
-    """For both row halves, the float32 of this thread's row from 64 words of the control array."""
+def _factor(control, step, row, half):
+    """Pointer to the factor of a row of a step, 8 rows down in the second half."""
+    pair = arith.muli(arith.andi(step, dev.const(1)), dev.const(TILE_ROWS))
+    word = arith.addi(arith.addi(pair, row), dev.const(FACTORS + 8 * half))
+    return dev.offset(mgpu_utils.memref_ptr(control), word, dev.f32())
+
+
+def _row_factors(control, step):
+    """For both row halves, the factor of this thread's row."""
     _, _, row = _position()
-    at = dev.offset(mgpu_utils.memref_ptr(control), arith.addi(first, row), dev.f32())
-    return [llvm.load(dev.f32(), dev.offset(at, dev.const(8 * half), dev.f32())) for half in range(2)]
+    return [llvm.load(dev.f32(), _factor(control, step, row, half)) for half in range(2)]
 
 
 def shrink(columns: int):
-    """Inline function `(acc, pair, control)`: the accumulator's rows times the factors of that slot."""
+    """Inline function `(acc, step, control)`: the accumulator's rows times the factors of the step."""
     result = plgpu.ShapeDtypeStruct((TILE_ROWS, columns), jnp.float32, layout=dev.ACCUMULATOR)
 
     @plgpu.inline_mgpu(arg_types=(dev.ACCUMULATOR, dev.SCALAR, dev.REF), return_type=result)
-    def run(ctx, acc, pair, control):
-        factors = _row_factors(control, arith.addi(arith.muli(dev.scalar(pair), dev.const(TILE_ROWS)), dev.const(DECAY)))
+    def run(ctx, acc, step, control):
+        factors = _row_factors(control, dev.scalar(step))
         values = [arith.mulf(v, factors[i // 2 % 2]) for i, v in enumerate(dev.lanes(acc))]
         return dev.like(acc, values)
 
@@ -173,11 +176,11 @@ def _row_of_output(shape: TileShape, tile, part, row):
 
 
 def finish(shape: TileShape):
-    """Inline function `(top, total, control, lse, tile, part)`: reciprocal sums to the control array, lse out."""
+    """Inline function `(top, total, step, control, lse, tile, part)`: reciprocal sums to the factors, lse to memory."""
 
-    @plgpu.inline_mgpu(arg_types=(dev.ROW, dev.ROW, dev.REF, dev.REF, dev.SCALAR, dev.SCALAR))
-    def run(ctx, top, total, control, lse, tile, part):
-        tile, part = dev.scalar(tile), dev.scalar(part)
+    @plgpu.inline_mgpu(arg_types=(dev.ROW, dev.ROW, dev.SCALAR, dev.REF, dev.REF, dev.SCALAR, dev.SCALAR))
+    def run(ctx, top, total, step, control, lse, tile, part):
+        step, tile, part = map(dev.scalar, (step, tile, part))
         _, lane, row = _position()
         for half in range(2):
             mass = dev.quad_reduce(dev.lanes(total)[half], arith.addf)
@@ -190,8 +193,7 @@ def finish(shape: TileShape):
             at, ok = _row_of_output(shape, tile, part, this)
             first = arith.cmpi(Pred.eq, arith.remui(lane, dev.const(4)), dev.const(0))
             with mgpu_utils.when(first):
-                word = arith.addi(dev.const(INVERSE), this)
-                llvm.store(inverse, dev.offset(mgpu_utils.memref_ptr(control), word, dev.f32()))
+                llvm.store(inverse, _factor(control, step, row, half))
             with mgpu_utils.when(arith.andi(first, ok)):
                 llvm.store(natural, dev.offset(dev.global_pointer(lse), at, dev.f32()))
 
@@ -199,15 +201,15 @@ def finish(shape: TileShape):
 
 
 def output_store(shape: TileShape, out_dtype: str):
-    """Inline function `(acc, control, out, tile, part, column)`: some columns of the tile's outputs to memory."""
+    """Inline function `(acc, step, control, out, tile, part, column)`: some columns of the tile's outputs to memory."""
     bf16 = out_dtype == "bfloat16"
 
-    @plgpu.inline_mgpu(arg_types=(dev.ACCUMULATOR, dev.REF, dev.REF, dev.SCALAR, dev.SCALAR, dev.SCALAR))
-    def run(ctx, acc, control, out, tile, part, column):
-        tile, part, column = map(dev.scalar, (tile, part, column))
+    @plgpu.inline_mgpu(arg_types=(dev.ACCUMULATOR, dev.SCALAR, dev.REF, dev.REF) + (dev.SCALAR,) * 3)
+    def run(ctx, acc, step, control, out, tile, part, column):
+        step, tile, part, column = map(dev.scalar, (step, tile, part, column))
         _, lane, row = _position()
         values = dev.lanes(acc)
-        factors = _row_factors(control, dev.const(INVERSE))
+        factors = _row_factors(control, step)
         kind = ir.BF16Type.get() if bf16 else dev.f32()
         pair = ir.VectorType.get((2,), kind)
         for half in range(2):

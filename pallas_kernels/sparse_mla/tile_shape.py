@@ -12,8 +12,9 @@ IN_REGISTERS = LATENT - 64  # columns of Q held in registers; the rest is read f
 SLOTS = 3  # blocks of latent columns in flight
 
 # The control array of 32-bit words: mbarriers, then for 4 steps the membership bits of the keys (8 tokens x 64 keys)
-# and the ids, then for 2 steps the factors that the output shrinks by, then the reciprocal sums.
-BITS, IDS, DECAY, INVERSE, CONTROL_WORDS = 64, 128, 384, 512, 576
+# and the ids, then for 2 steps the factors of the rows: of a block of keys what the output shrinks by, of the step after
+# the last the reciprocal sums. Together with the rings it must stay 1 KB below the 227 KB of a block.
+BITS, IDS, FACTORS, CONTROL_WORDS = 32, 96, 352, 480
 BITS_OF_STEP = 16
 LISTS_AHEAD = 4
 
@@ -23,12 +24,12 @@ QUERY_FLAG = 1 << 30  # set on an id that is a row of the queries
 class Barrier:
     """Index of the first mbarrier of each kind; LEFT to RIGHT_DONE have one for each slot of their ring."""
 
-    LEFT, RIGHT, ROPE, P_READY, RIGHT_DONE, LAST_READY, LAST_FREE, LISTS_STARTED = 0, 3, 6, 8, 10, 12, 13, 14
+    LEFT, RIGHT, ROPE, P_READY, RIGHT_DONE, LAST_READY, LISTS_STARTED = 0, 3, 6, 8, 10, 12, 13
 
     @staticmethod
     def arrivals() -> tuple[int, ...]:
         """Arrivals that complete a phase: each thread's copies, or one for each warp."""
-        return (128,) * 8 + (4,) * 4 + (4, 8, 4)
+        return (128,) * 8 + (4,) * 4 + (4, 4)
 
 
 @dataclasses.dataclass(frozen=True)
