@@ -207,6 +207,14 @@ def like(fragment, values, registers_shape=None):
     return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=fragment.layout, _is_signed=None)
 
 
+def tree(values, combine):
+    """Combine values pairwise, so that the chain of dependent operations is short."""
+    while len(values) > 1:
+        pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(values) // 2 * 2 :]
+    return values[0]
+
+
 def quad_reduce(value, combine):
     """Combine `value` over the four lanes that hold one row of a wgmma accumulator."""
     for distance in (1, 2):

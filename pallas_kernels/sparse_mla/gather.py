@@ -125,8 +125,11 @@ def row_copies(shape: TileShape) -> Copies:
     """Copies of the two halves of the latent columns into the ring of 3, and of the rope into the ring of 2."""
     row_bytes = 2 * shape.width
 
-    def copy(kv, q, step, target, control, first_chunk, chunks, target_chunk, target_chunks, slot, barrier):
-        """8 threads a row, 16 bytes each a chunk: unit u of row r lies at unit u ^ (r % 8) of its 128 bytes."""
+    def copy(kv, q, step, target, control, first_chunk, chunks, target_chunk, target_chunks, slot, barrier, ahead=None):
+        """8 threads a row, 16 bytes each a chunk: unit u of row r lies at unit u ^ (r % 8) of its 128 bytes.
+
+        `ahead` names a chunk that a later copy will want soon: it is brought to the L2 cache.
+        """
         tid = dev.thread()
         unit = arith.remui(tid, dev.const(8))
         row = arith.divui(tid, dev.const(8))
@@ -138,8 +141,8 @@ def row_copies(shape: TileShape) -> Copies:
         listed = arith.muli(arith.andi(step, dev.const(LISTS_AHEAD - 1)), dev.const(BLOCK))
         ids = dev.offset(mgpu_utils.memref_ptr(control), arith.addi(arith.addi(listed, row), dev.const(IDS)), dev.i32())
         kv, q = dev.global_pointer(kv), dev.global_pointer(q)
-        for p in range(PASSES):
-            found = llvm.load(dev.i32(), dev.offset(ids, dev.const(16 * p), dev.i32()))
+        rows = [llvm.load(dev.i32(), dev.offset(ids, dev.const(16 * p), dev.i32())) for p in range(PASSES)]
+        for p, found in enumerate(rows):
             real = arith.cmpi(Pred.sge, found, dev.const(0))
             size = arith.select(real, dev.const(16), dev.const(0))
             flagged = arith.andi(found, dev.const(QUERY_FLAG))
@@ -149,6 +152,10 @@ def row_copies(shape: TileShape) -> Copies:
                 arith.muli(dev.widen(at), mgpu.c(row_bytes, dev.i64())), dev.widen(arith.muli(unit, dev.const(16)))
             )
             start = dev.offset(source, at, _byte())
+            if ahead is not None:
+                first = arith.andi(real, arith.cmpi(Pred.eq, unit, dev.const(0)))
+                later = dev.offset(start, dev.const(ahead * 128), _byte())
+                dev.asm(None, [later, first], "@$1 prefetch.global.L2 [$0];", "l,b")
             for chunk in range(chunks):
                 there = arith.addi(to, dev.const((p * 2 * target_chunks + target_chunk + chunk) * TILE_BYTES))
                 here = dev.offset(start, dev.const((first_chunk + chunk) * 128), _byte())
@@ -165,7 +172,7 @@ def row_copies(shape: TileShape) -> Copies:
     def left(ctx, kv, q, step, ring, control):
         step = dev.scalar(step)
         slot = arith.remui(step, dev.const(SLOTS))
-        copy(kv, q, step, ring, control, 0, chunks // 2, 0, chunks, slot, Barrier.LEFT)
+        copy(kv, q, step, ring, control, 0, chunks // 2, 0, chunks, slot, Barrier.LEFT, ahead=chunks if shape.width > LATENT else None)
 
     @plgpu.inline_mgpu(arg_types=types)
     def right(ctx, kv, q, step, ring, control):

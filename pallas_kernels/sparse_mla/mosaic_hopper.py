@@ -52,11 +52,14 @@ class Config:
     Attributes:
       score_registers: Registers a thread of the warpgroup that holds Q.
       output_registers: Registers a thread of the two that hold the output.
+      scores_first: Whether the tensor cores make the scores of a block before the products of the block before it,
+        which then run under the softmax.
       blocks: Blocks of the persistent grid; one fits a multiprocessor, and the H200 has 132.
     """
 
     score_registers: int = 184
     output_registers: int = 160
+    scores_first: bool = True
     blocks: int = 132
 
     def __post_init__(self):
@@ -102,6 +105,7 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
     publish = gather.publisher(shape)
     step_softmax = softmax.block_step(shape, softmax_scale * math.log2(math.e))
     shrink = softmax.shrink(HALF)
+    read_factors = softmax.row_factors()
     finish_softmax = softmax.finish(shape)
     store_output = softmax.output_store(shape, out_dtype)
     init = dev.init_barriers(Barrier.arrivals())
@@ -153,11 +157,9 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
                 slot, parity = _ring(step)
                 pair, pair_parity = _pair(step)
                 dev.wait(control, Barrier.LEFT + slot, parity)
-                dev.fence_shared_writes()
-                plgpu.wgmma(acc, queries[:, :HALF], ring.at[slot, :, 0:HALF].T)
                 dev.wait(control, Barrier.RIGHT + slot, parity)
                 dev.fence_shared_writes()
-                plgpu.wgmma(acc, queries[:, HALF:], ring.at[slot, :, HALF:IN_REGISTERS].T)
+                plgpu.wgmma(acc, queries, ring.at[slot, :, 0:IN_REGISTERS].T)
                 plgpu.wgmma(acc, q_rest.at[dev.opaque(0)], ring.at[slot, :, IN_REGISTERS:LATENT].T)
                 dev.wait(control, Barrier.ROPE + pair, pair_parity)
                 if rope:
@@ -175,6 +177,7 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
                         lambda acc: product(acc, step, queries), plgpu.ACC((TILE_ROWS, BLOCK), jnp.float32)
                     )
                     dev.warpgroup_sync()  # P goes over the rope columns that the other warps have just read
+                    dev.arrive(control, Barrier.GO + ((step - 1) & 1))
                     p, top, total = step_softmax(scores, top, total, step, control, ring)
                     pair, _ = _pair(step)
                     ropes[pair] = p.astype(jnp.bfloat16)
@@ -184,13 +187,15 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
 
                 start = (_zeros((TILE_ROWS,), dev.ROW, NO_MAXIMUM), _zeros((TILE_ROWS,), dev.ROW))
                 step, top, total = lax.fori_loop(0, blocks_of(keys_of(n)[1]), block_step, (step + 1, *start))
+                dev.arrive(control, Barrier.GO + ((step - 1) & 1))
                 pair, parity = _pair(step)
                 dev.wait(control, Barrier.ROPE + pair, parity)  # the factors of two steps before have been read
                 finish_softmax(top, total, step, control, lse, row_tile, part)
                 dev.arrive(control, jnp.int32(Barrier.LAST_READY))
                 return step
 
-            lax.fori_loop(0, trips, tile_step, jnp.int32(0))
+            step = lax.fori_loop(0, trips, tile_step, jnp.int32(0))
+            dev.arrive(control, Barrier.P_READY + (step & 1))  # stands for the queries of a tile after the last
 
         def outputs(left):
             """A warpgroup that holds half of the output columns and gathers for later steps."""
@@ -233,48 +238,55 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
                 """After step: gather into what it freed. The right side also moves the lists on."""
                 dev.warpgroup_sync()  # all warps have read the slot
                 if left:
-                    copies.left(kv, q, step + SLOTS, ring, control)
                     pair, parity = _pair(step)
                     dev.wait(control, Barrier.RIGHT_DONE + pair, parity)
                     copies.rope(kv, q, step + 2, ropes, control)
+                    copies.left(kv, q, step + SLOTS, ring, control)
                     return ahead
                 dev.arrive(control, Barrier.RIGHT_DONE + (step & 1))
                 copies.right(kv, q, step + SLOTS, ring, control)
                 entry, state = read_list(ahead[1:])
                 return entry, *state
 
-            def tile_step(n, carry):
-                step, ahead = carry
-                row_tile, part, _ = tile_of(n)
+            def queries_step(step, ahead):
                 pair, parity = _pair(step)
                 dev.wait(control, Barrier.P_READY + pair, parity)  # the queries are in registers
                 if not left:
                     publish(ahead[0], step + LISTS_AHEAD, control)
-                ahead = refill(step, ahead)
+                return refill(step, ahead)
 
-                def block_step(_, carry):
-                    step, acc, ahead = carry
-                    pair, parity = _pair(step)
-                    dev.wait(control, Barrier.P_READY + pair, parity)
-                    dev.fence_shared_writes()
-                    slot, _ = _ring(step)
+            def block_step(_, carry):
+                step, acc, ahead = carry
+                slot, _ = _ring(step)
+                pair, parity = _pair(step)
+                dev.wait(control, Barrier.P_READY + pair, parity)
+                acc = shrink(acc, step, control)
+                # No proxy fence here: the scores have fenced P and the block, and a fence would wait for the copies that
+                # this thread has in flight.
+                if config.scores_first:
+                    dev.wait(control, Barrier.GO + pair, parity)
 
-                    def product(ref):
-                        plgpu.wgmma(ref, ropes.at[pair], ring.at[slot, :, columns])
-                        if not left:
-                            publish(ahead[0], step + LISTS_AHEAD, control)
+                def product(ref):
+                    plgpu.wgmma(ref, ropes.at[pair], ring.at[slot, :, columns])
+                    if not left:
+                        publish(ahead[0], step + LISTS_AHEAD, control)
 
-                    acc = pl.run_state(product)(plgpu.ACC.init(shrink(acc, step, control)))
-                    return step + 1, acc, refill(step, ahead)
+                acc = pl.run_state(product)(plgpu.ACC.init(acc))
+                return step + 1, acc, refill(step, ahead)
 
-                blocks = blocks_of(keys_of(n)[1])
+            def tile_step(n, carry):
+                step, ahead = carry
+                row_tile, part, _ = tile_of(n)
                 zeros = _zeros((TILE_ROWS, HALF), dev.ACCUMULATOR)
-                step, acc, ahead = lax.fori_loop(0, blocks, block_step, (step + 1, zeros, ahead))
+                blocks = blocks_of(keys_of(n)[1])
+                last, acc, ahead = lax.fori_loop(0, blocks, block_step, (step + 1, zeros, ahead))
                 dev.wait(control, jnp.int32(Barrier.LAST_READY), n & 1)
-                store_output(acc, step, control, out, row_tile, part, jnp.int32(0 if left else HALF))
-                return step, ahead
+                factors = read_factors(last, control)
+                ahead = queries_step(last, ahead)  # keeps the gather of the next tile going during the store
+                store_output(acc, factors, out, row_tile, part, jnp.int32(0 if left else HALF))
+                return last, ahead
 
-            lax.fori_loop(0, trips, tile_step, (jnp.int32(0), prologue()))
+            lax.fori_loop(0, trips, tile_step, (jnp.int32(0), queries_step(jnp.int32(0), prologue())))
             gather.drain()
 
         pl.when(wg == 1)(lambda: outputs(True))

@@ -101,9 +101,10 @@ def block_step(shape: TileShape, log2_scale: float):
         at = lambda tile, half, e: (tile * 2 + half) * 2 + e  # noqa: E731
         members = _members(control, step, heads)
         if shape.masked:
-            poison = dev.fconst(0.0)
-            for value in values:
-                poison = dev.fma(value, dev.fconst(0.0), poison)
+            sums = [dev.fconst(0.0)] * 4
+            for i, value in enumerate(values):
+                sums[i % 4] = dev.fma(value, dev.fconst(0.0), sums[i % 4])
+            poison = dev.tree(sums, arith.addf)
             seen = dev.ballot(arith.cmpf(arith.CmpFPredicate.UNO, poison, poison))
             with mgpu_utils.when(arith.cmpi(Pred.ne, seen, dev.const(0))):
                 _clear_nonfinite(ring, step)
@@ -120,10 +121,7 @@ def block_step(shape: TileShape, log2_scale: float):
         new_top, new_total = [], []
         for half in range(2):
             mine = [at(tile, half, e) for tile in range(BLOCK // 8) for e in range(2)]
-            block_top = values[mine[0]]
-            for i in mine[1:]:
-                block_top = arith.maxnumf(block_top, values[i])
-            block_top = dev.quad_reduce(block_top, arith.maxnumf)
+            block_top = dev.quad_reduce(dev.tree([values[i] for i in mine], arith.maxnumf), arith.maxnumf)
             before = dev.lanes(top)[half]
             after = arith.maxnumf(before, arith.mulf(block_top, dev.fconst(log2_scale)))
             decay = dev.exp2(arith.subf(before, after))
@@ -200,29 +198,77 @@ def finish(shape: TileShape):
     return run
 
 
+def _quad_transpose(words, lane):
+    """4 words of each of 4 lanes transposed: lane i of a quad ends with word i of every lane, in lane order."""
+    for distance in (1, 2):
+        upper = arith.cmpi(Pred.ne, arith.andi(lane, dev.const(distance)), dev.const(0))
+        swapped = list(words)
+        for i in range(4):
+            if i & distance:
+                continue
+            j = i | distance
+            sent = arith.select(upper, words[i], words[j])
+            got = mgpu_utils.shfl_bfly(sent, distance)
+            swapped[i] = arith.select(upper, got, words[i])
+            swapped[j] = arith.select(upper, words[j], got)
+        words = swapped
+    return words
+
+
+def row_factors():
+    """Inline function `(step, control) -> factors of the rows` that holds them in registers."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(dev.SCALAR, dev.REF),
+        return_type=plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.float32, layout=dev.ROW),
+    )
+    def run(ctx, step, control):
+        layout = mgpu.WGMMA_ROW_LAYOUT
+        zeros = mgpu.FragmentedArray.splat(dev.fconst(0.0), (TILE_ROWS,), layout)
+        return dev.like(zeros, _row_factors(control, dev.scalar(step)))
+
+    return run
+
+
 def output_store(shape: TileShape, out_dtype: str):
-    """Inline function `(acc, step, control, out, tile, part, column)`: some columns of the tile's outputs to memory."""
+    """Inline function `(acc, factors, out, tile, part, column)`: 256 columns of the tile's outputs to memory.
+
+    A thread holds 2 neighbouring columns of every 8, and four lanes a row. In float32 that is a whole sector of 32 bytes
+    at a time; in bf16 the lanes first trade words, so that each stores 16 bytes.
+    """
     bf16 = out_dtype == "bfloat16"
 
-    @plgpu.inline_mgpu(arg_types=(dev.ACCUMULATOR, dev.SCALAR, dev.REF, dev.REF) + (dev.SCALAR,) * 3)
-    def run(ctx, acc, step, control, out, tile, part, column):
-        step, tile, part, column = map(dev.scalar, (step, tile, part, column))
+    @plgpu.inline_mgpu(arg_types=(dev.ACCUMULATOR, dev.ROW, dev.REF) + (dev.SCALAR,) * 3)
+    def run(ctx, acc, factors, out, tile, part, column):
+        tile, part, column = map(dev.scalar, (tile, part, column))
         _, lane, row = _position()
-        values = dev.lanes(acc)
-        factors = _row_factors(control, step)
         kind = ir.BF16Type.get() if bf16 else dev.f32()
+        values = dev.lanes(acc)
+        factors = dev.lanes(factors)
+        in_quad = arith.remui(lane, dev.const(4))
         pair = ir.VectorType.get((2,), kind)
+        four = ir.VectorType.get((4,), dev.i32())
+        at, _ = _row_of_output(shape, tile, part, row)
+        own = arith.addi(column, arith.muli(in_quad, dev.const(8 if bf16 else 2)))
+        start = arith.addi(arith.muli(at, mgpu.c(LATENT, dev.i64())), dev.widen(own))
+        pointer = dev.offset(dev.global_pointer(out), start, kind)
         for half in range(2):
-            at, ok = _row_of_output(shape, tile, part, arith.addi(row, dev.const(8 * half)))
-            column_here = arith.addi(column, arith.muli(arith.remui(lane, dev.const(4)), dev.const(2)))
-            start = arith.addi(arith.muli(at, mgpu.c(LATENT, dev.i64())), dev.widen(column_here))
-            pointer = dev.offset(dev.global_pointer(out), start, kind)
-            factor = factors[half]
-            with mgpu_utils.when(ok):
-                for t in range(len(values) // 4):
-                    both = [arith.mulf(values[(t * 2 + half) * 2 + e], factor) for e in range(2)]
-                    if bf16:
-                        both = [arith.truncf(kind, v) for v in both]
-                    llvm.store(vector.from_elements(pair, both), dev.offset(pointer, dev.const(8 * t), kind))
+            _, ok = _row_of_output(shape, tile, part, arith.addi(row, dev.const(8 * half)))
+
+            def pair_of(t, half=half):
+                both = [arith.mulf(values[(t * 2 + half) * 2 + e], factors[half]) for e in range(2)]
+                return vector.from_elements(pair, [arith.truncf(kind, v) for v in both] if bf16 else both)
+
+            for first in range(0, len(values) // 4, 4):
+                pairs = [pair_of(first + t) for t in range(4)]
+                if bf16:
+                    words = _quad_transpose([llvm.bitcast(dev.i32(), p) for p in pairs], lane)
+                    stores = [(vector.from_elements(four, words), 0)]
+                else:
+                    stores = [(p, 8 * t) for t, p in enumerate(pairs)]
+                with mgpu_utils.when(ok):
+                    for value, shift in stores:
+                        where = dev.offset(pointer, dev.const(8 * half * LATENT + 8 * first + shift), kind)
+                        llvm.store(value, where, alignment=16 if bf16 else 8)
 
     return run

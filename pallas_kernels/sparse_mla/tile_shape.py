@@ -22,14 +22,18 @@ QUERY_FLAG = 1 << 30  # set on an id that is a row of the queries
 
 
 class Barrier:
-    """Index of the first mbarrier of each kind; LEFT to RIGHT_DONE have one for each slot of their ring."""
+    """Index of the first mbarrier of each kind; LEFT to RIGHT_DONE have one for each slot of their ring.
 
-    LEFT, RIGHT, ROPE, P_READY, RIGHT_DONE, LAST_READY, LISTS_STARTED = 0, 3, 6, 8, 10, 12, 13
+    LEFT, RIGHT and ROPE say that columns of a step have arrived, P_READY that its weights lie in shared memory (or its
+    queries in registers), GO that the scores of the step after are done, RIGHT_DONE that the right side has read it.
+    """
+
+    LEFT, RIGHT, ROPE, P_READY, GO, RIGHT_DONE, LAST_READY, LISTS_STARTED = 0, 3, 6, 8, 10, 12, 14, 15
 
     @staticmethod
     def arrivals() -> tuple[int, ...]:
         """Arrivals that complete a phase: each thread's copies, or one for each warp."""
-        return (128,) * 8 + (4,) * 4 + (4, 4)
+        return (128,) * 8 + (4,) * 8
 
 
 @dataclasses.dataclass(frozen=True)
