@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_array, check_positive, check_same_dtype
-from pallas_kernels.sparse_mla import reference
+from pallas_kernels.sparse_mla import plan, reference
 
 OP = "sparse_mla"
 DEFAULT_WORKSPACE_BYTES = 1 << 30
@@ -37,9 +37,10 @@ def sparse_mla(
       kv_lora_rank: How many leading columns of a row are its value; 512 in the released models.
       num_valid: How many leading ids of each row count [T] int32; the rest is ignored. None means all.
       out_dtype: float32 or bfloat16; None means q's dtype.
-      workspace_bytes: Bound on the gathered rows held at once by implementations that gather into memory.
-      implementation: "mosaic_hopper", "triton" or "reference"; None takes the first that supports the call and
-        the device.
+      workspace_bytes: Bound on what is held at once for the call: gathered rows for "reference", reordered lists of
+        ids for "mosaic_hopper".
+      implementation: "mosaic_hopper" (bfloat16 rows of 512 or 576 columns on compute capability 9) or "reference";
+        None takes the first that supports the call and the device.
 
     Returns:
       Output [T, H, kv_lora_rank] and the natural log-sum-exp of the scaled logits [T, H] float32. A row without a
@@ -62,7 +63,27 @@ def sparse_mla(
     out_dtype = jnp.dtype(q.dtype if out_dtype is None else out_dtype)
     if out_dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
         raise ValueError(f"{OP}: out_dtype must be float32 or bfloat16, got {out_dtype.name}")
-    dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
+    chosen = dispatch.resolve(
+        OP,
+        implementation,
+        {
+            "mosaic_hopper": (
+                lambda: plan.unsupported(q, kv, topk_indices.shape[1], softmax_scale, kv_lora_rank),
+                dispatch.needs_compute_capability(9),
+            ),
+            "reference": (dispatch.always, dispatch.always),
+        },
+    )
+    if chosen == "mosaic_hopper":
+        return plan.sparse_mla(
+            q,
+            kv,
+            topk_indices,
+            softmax_scale=softmax_scale,
+            num_valid=num_valid,
+            out_dtype=out_dtype,
+            workspace_bytes=workspace_bytes,
+        )
     return reference.sparse_mla(
         q,
         kv,

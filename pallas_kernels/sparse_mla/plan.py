@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sparse_mla import merge, mosaic_hopper, union
+from pallas_kernels.sparse_mla import mosaic_hopper, union
 from pallas_kernels.sparse_mla.tile_shape import BLOCK, LATENT, TILE_ROWS, WIDTH, TileShape
 from pallas_kernels.tiling import map_row_tiles, rows_per_tile
 
@@ -150,5 +150,15 @@ def _attend(q, ids, num_valid, kv, softmax_scale, out_dtype, plan: Plan, config:
     lse = lse.reshape(plan.splits, rows, whole)[:, :, :heads]
     if plan.splits == 1:
         return out[0], lse[0]
-    out, lse = merge.merge_partials(out, lse)
-    return out.astype(out_dtype), lse
+    return _merge(out, lse, out_dtype)
+
+
+def _merge(out, lse, out_dtype):
+    """Outputs over parts of one list, weighted by their sums. Unlike `merge_partials`, a NaN is a selected NaN: keep it."""
+    top = jnp.max(lse, axis=0)
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    weights = jnp.exp(lse - base)  # [splits, T, H]
+    total = jnp.sum(weights, axis=0)
+    empty = total == 0
+    merged = jnp.sum(weights[..., None] * out, axis=0) / jnp.where(empty, 1.0, total)[..., None]
+    return merged.astype(out_dtype), jnp.where(empty, -jnp.inf, base + jnp.log(jnp.where(empty, 1.0, total)))
