@@ -1,7 +1,7 @@
 """Compiles functions for an H200 that is not there, and reads what the assembler said about their Mosaic kernels.
 
 Needs no driver, only the CUDA plugin wheels of jax (`jax-cuda13-plugin` and `jax-cuda13-pjrt`, with `--no-deps`) and
-`ptxas`, from a CUDA toolkit or from `nvidia-cuda-nvcc` and `nvidia-nvvm`. Tests ask for them with `require_cuda_plugin`.
+`ptxas`, from a CUDA toolkit or from `nvidia-cuda-nvcc` and `nvidia-nvvm`. Tests ask with `require_cuda_plugin`.
 """
 
 import dataclasses
