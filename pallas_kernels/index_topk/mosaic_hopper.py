@@ -1,0 +1,60 @@
+"""Scores and selects on Hopper: tiles of rows through the indexer's kernel and, from its block maxima, the top-k's.
+
+The scores of a tile are written once and never read as a whole: the indexer keeps the highest score of every 16 keys,
+and the top-k reads those maxima and the 2048 blocks that can hold a winner.
+"""
+
+import jax
+
+from pallas_kernels.lightning_indexer import mosaic_hopper as indexer_kernel
+from pallas_kernels.tiling import map_row_tiles, rows_per_tile
+from pallas_kernels.topk import mosaic_blocks
+from pallas_kernels.topk import mosaic_hopper as topk_kernel
+
+BLOCK_ROWS = 64  # query rows that the indexer scores together
+
+
+def why_not(q: jax.Array, k: jax.Array, top_k: int) -> str | None:
+    """Why the kernels cannot run the call, or None."""
+    return indexer_kernel.why_not(q) or topk_kernel.why_not(k.shape[0], top_k)
+
+
+def tile_rows(rows: int, keys: int, workspace_bytes: int) -> int:
+    """Rows of a tile: whole blocks of the indexer where they fit the workspace, and tiles of about one size."""
+    bytes_per_row = 4 * (keys + -(-keys // mosaic_blocks.BLOCK))
+    most = rows_per_tile(rows, bytes_per_row, workspace_bytes)
+    if most < BLOCK_ROWS or most == rows:
+        return most
+    most = most // BLOCK_ROWS * BLOCK_ROWS
+    tiles = -(-rows // most)
+    return min(most, -(-rows // (tiles * BLOCK_ROWS)) * BLOCK_ROWS)
+
+
+def index_topk(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    key_start: jax.Array,
+    key_end: jax.Array,
+    top_k: int,
+    *,
+    k_scale: jax.Array | None,
+    return_scores: bool,
+    workspace_bytes: int,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.index_topk.api.index_topk`. Valid ids are ascending."""
+    rows, keys = q.shape[0], k.shape[0]
+    by_blocks = mosaic_blocks.why_not(keys, top_k) is None
+
+    def select(tile):
+        q, weights, start, end = tile
+        scored = indexer_kernel.lightning_indexer(
+            q, k, weights, start, end, k_scale=k_scale, clean_logits=False, block_max=by_blocks
+        )
+        if by_blocks:
+            scores, block_max = scored
+            return mosaic_blocks.topk(scores, block_max, top_k, start, end, return_scores=return_scores)
+        return topk_kernel.topk(scored, top_k, start, end, return_scores=return_scores)
+
+    tile = tile_rows(rows, keys, workspace_bytes)
+    return map_row_tiles(select, (q, weights, key_start, key_end), tile)
