@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.index_topk import index_topk
+from pallas_kernels.index_topk import index_topk, mosaic_hopper
 from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.topk.arg_specs import expected_ids
 
@@ -22,7 +22,7 @@ def check(rows, keys, heads, dtype, top_k, start, end, *, workspace_bytes=1 << 3
     rng = np.random.default_rng([rows, keys])
     q = rng.standard_normal((rows, heads, 128)).astype(np.float32)
     if relu_zeros:
-        q[:, :, :] = -np.abs(q)  # with positive keys most products vanish, and the weights' signs make -0.0
+        q = -np.abs(q)  # with positive keys most products vanish, and the weights' signs make -0.0
     k = rng.standard_normal((keys, 128)).astype(np.float32)
     k = np.where(rng.random((keys, 1)) < 0.98, np.abs(k), k) if relu_zeros else k
     arguments = [
@@ -47,11 +47,15 @@ def check(rows, keys, heads, dtype, top_k, start, end, *, workspace_bytes=1 << 3
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
 @pytest.mark.parametrize("keys", [65536, 50001])
-def test_whole_rows(dtype, keys):
+@pytest.mark.parametrize("block_max_from", [0, 1 << 30])
+def test_whole_rows(monkeypatch, dtype, keys, block_max_from):
+    monkeypatch.setattr(mosaic_hopper, "BLOCK_MAX_FROM", block_max_from)
     check(200, keys, 32, dtype, 2048, [0] * 200, [keys] * 200)
 
 
-def test_tiles_of_rows_and_ranges():
+@pytest.mark.parametrize("block_max_from", [0, 1 << 30])
+def test_tiles_of_rows_and_ranges(monkeypatch, block_max_from):
+    monkeypatch.setattr(mosaic_hopper, "BLOCK_MAX_FROM", block_max_from)
     rng = np.random.default_rng(0)
     start = rng.integers(0, 1000, 300)
     end = start + rng.integers(0, 40000, 300)
@@ -59,5 +63,7 @@ def test_tiles_of_rows_and_ranges():
     check(300, 41000, 64, jnp.float8_e4m3fn, 2048, start, end, workspace_bytes=100 * 41000 * 5)
 
 
-def test_mostly_zero_scores():
+@pytest.mark.parametrize("block_max_from", [0, 1 << 30])
+def test_mostly_zero_scores(monkeypatch, block_max_from):
+    monkeypatch.setattr(mosaic_hopper, "BLOCK_MAX_FROM", block_max_from)
     check(150, 65536, 32, jnp.float8_e4m3fn, 2048, [0] * 150, [65536] * 150, relu_zeros=True)

@@ -1,7 +1,5 @@
 """The whole index_topk compiles for the real shapes within its workspace and without spills."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -52,10 +50,15 @@ def test_fits_the_workspace_without_spills(rows, keys, heads, dtype):
 @pytest.mark.parametrize("rows", [1, 63, 64, 1000, 4096, 8191])
 def test_tiles(rows, keys):
     workspace = GIB // 4
-    tile = mosaic_hopper.tile_rows(rows, keys, workspace)
+    tile = mosaic_hopper.tile_rows(rows, 4 * keys, workspace)
     assert 1 <= tile <= rows
-    assert tile * (4 * keys + 4 * -(-keys // 16)) <= workspace
+    assert tile * 4 * keys <= workspace
     if tile < rows:
         assert tile % 64 == 0 or tile < 64
-        least = functools.partial(mosaic_hopper.tile_rows, rows, keys)
-        assert least(2 * workspace) >= tile
+        assert -(-rows // tile) <= -(-rows // max(1, workspace // (4 * keys) // 64 * 64))
+
+
+def test_block_maxima_only_where_they_help():
+    assert not mosaic_hopper.uses_block_max(131072, 2048)
+    assert mosaic_hopper.uses_block_max(1 << 20, 2048)
+    assert not mosaic_hopper.uses_block_max((1 << 20) + 1, 2048)
