@@ -4,6 +4,9 @@ Of very long rows the indexer also keeps the highest score of every 16 keys, and
 the 2048 blocks that can hold a winner. Shorter rows are read once as a whole, which costs the same there.
 """
 
+import functools
+from typing import cast
+
 import jax
 
 from pallas_kernels.lightning_indexer import mosaic_hopper as indexer_kernel
@@ -54,13 +57,12 @@ def index_topk(
 
     def select(tile):
         q, weights, start, end = tile
-        scored = indexer_kernel.lightning_indexer(
-            q, k, weights, start, end, k_scale=k_scale, clean_logits=False, block_max=by_blocks
-        )
+        score = functools.partial(indexer_kernel.lightning_indexer, q, k, weights, start, end, clean_logits=False)
         if by_blocks:
-            scores, block_max = scored
+            scores, block_max = score(k_scale=k_scale, block_max=True)
             return mosaic_blocks.topk(scores, block_max, top_k, start, end, return_scores=return_scores)
-        return topk_kernel.topk(scored, top_k, start, end, return_scores=return_scores)
+        scores = cast(jax.Array, score(k_scale=k_scale))
+        return topk_kernel.topk(scores, top_k, start, end, return_scores=return_scores)
 
     maxima = -(-keys // mosaic_blocks.BLOCK) if by_blocks else 0
     tile = tile_rows(rows, 4 * (keys + maxima), workspace_bytes)
