@@ -6,4 +6,5 @@ One folder an operation; each exports its public function:
     from pallas_kernels.topk import topk
     from pallas_kernels.index_topk import index_topk
     from pallas_kernels.sparse_mla import merge_partials, sparse_mla
+    from pallas_kernels.ckv_records import append, gather, pack, unpack
 """

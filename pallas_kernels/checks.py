@@ -1,7 +1,12 @@
 """Checks of arguments, so that every operation refuses bad input in the same words."""
 
+import math
+import operator
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 
 def check_array(op: str, name: str, x, shape: tuple[int | str, ...], dtypes: tuple = ()) -> None:
@@ -33,7 +38,39 @@ def check_same_dtype(op: str, first: str, x: jax.Array, second: str, y: jax.Arra
         raise ValueError(f"{op}: {first} and {second} must have one dtype, got {x.dtype.name} and {y.dtype.name}")
 
 
-def check_positive(op: str, name: str, value) -> None:
-    """Raise ValueError unless `value` is a positive Python int."""
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+def check_dtype(op: str, name: str, value, dtypes: tuple) -> jnp.dtype:
+    """`value` as a dtype; raise ValueError unless it is one of `dtypes`."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype not in [jnp.dtype(d) for d in dtypes]:
+        names = ", ".join(jnp.dtype(d).name for d in dtypes)
+        raise ValueError(f"{op}: {name} must be one of {names}, got {value if dtype is None else dtype.name}")
+    return dtype
+
+
+def check_positive(op: str, name: str, value) -> int:
+    """`value` as a Python int; raise ValueError unless it is a positive integer known while tracing."""
+    _refuse_traced(op, name, value)
+    try:
+        integer = None if isinstance(value, bool | jax.Array) else operator.index(value)
+    except TypeError:
+        integer = None
+    if integer is None or integer <= 0:
         raise ValueError(f"{op}: {name} must be a positive int, got {value!r}")
+    return integer
+
+
+def check_positive_number(op: str, name: str, value) -> float:
+    """`value` as a Python float; raise ValueError unless it is positive, finite and known while tracing."""
+    _refuse_traced(op, name, value)
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{op}: {name} must be a positive finite number, got {value!r}")
+    return float(value)
+
+
+def _refuse_traced(op: str, name: str, value) -> None:
+    if isinstance(value, Tracer):
+        raise ValueError(f"{op}: {name} must be static, got the traced value {value}; see static_argnames of jax.jit")

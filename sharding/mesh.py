@@ -1,6 +1,7 @@
 """Meshes of the axes ("data", "qsplit", "dcp"), with TP = qsplit * dcp and dcp minor."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ AXES = (DATA, QSPLIT, DCP)
 TP_AXES = (QSPLIT, DCP)
 
 
-def make_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """Mesh of `data * tp` devices whose TP rank t is `q * dcp + d`.
 
     Args:
@@ -26,16 +27,37 @@ def make_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1, devices: Sequence[jax
     Raises:
       ValueError: A size is not positive, `tp` is not divisible by `dcp`, or there are too few devices.
     """
+    ranks = rank_grid(tp=tp, dcp=dcp, data=data)
+    devices = jax.devices() if devices is None else list(devices)
+    if len(devices) < data * tp:
+        raise ValueError(f"{data=} x {tp=} needs {data * tp} devices, found {len(devices)}")
+    grid = np.array(devices, dtype=object)[ranks]
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def rank_grid(*, tp: int, dcp: int = 1, data: int = 1) -> np.ndarray:
+    """Global rank at each coordinate of the mesh [data, qsplit, dcp] int64; raises as `make_mesh`."""
     for name, size in (("tp", tp), ("dcp", dcp), ("data", data)):
         if size <= 0:
             raise ValueError(f"{name} must be positive, got {name}={size}")
     if tp % dcp:
         raise ValueError(f"{tp=} must be divisible by {dcp=}")
-    devices = jax.devices() if devices is None else list(devices)
-    if len(devices) < data * tp:
-        raise ValueError(f"{data=} x {tp=} needs {data * tp} devices, found {len(devices)}")
-    grid = np.array(devices[: data * tp], dtype=object).reshape(data, tp // dcp, dcp)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+    return np.arange(data * tp).reshape(data, tp // dcp, dcp)
+
+
+def dcp_groups(*, tp: int, dcp: int, data: int = 1) -> list[list[int]]:
+    """Ranks that share the tokens of one cache: neighbours inside a TP row. Raises as `make_mesh`."""
+    return rank_grid(tp=tp, dcp=dcp, data=data).reshape(-1, dcp).tolist()
+
+
+def query_split_groups(*, tp: int, dcp: int, data: int = 1) -> list[list[int]]:
+    """Ranks that hold the same tokens and may split the rows of the indexer; never across data. Raises as `make_mesh`.
+
+    They are made from one TP row at a time: transposing the list of all DCP groups would mix requests of different
+    data replicas.
+    """
+    grid = rank_grid(tp=tp, dcp=dcp, data=data)
+    return np.swapaxes(grid, 1, 2).reshape(-1, tp // dcp).tolist()
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -49,3 +71,18 @@ def check_mesh(mesh: Mesh) -> None:
 def tp_size(mesh: Mesh) -> int:
     """Number of ranks that share heads and experts."""
     return mesh.shape[QSPLIT] * mesh.shape[DCP]
+
+
+def vary_like(x: jax.Array, *others: jax.Array, axes: Sequence[str] = ()) -> jax.Array:
+    """`x`, typed inside `shard_map` as differing between ranks wherever `others` do and along `axes`.
+
+    A loop must carry one type, and a buffer of zeros is typed as equal on all ranks until a collective's result goes
+    in. Moves no data, and does nothing under `check_vma=False`.
+    """
+    wanted = frozenset(axes).union(*(_varying(other) for other in others))
+    missing = tuple(sorted(wanted - _varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)

@@ -27,15 +27,16 @@ def index_topk(
     """Select the `top_k` best keys of each query row without holding all scores.
 
     Equal to `topk(lightning_indexer(q, k, weights, ...), top_k, ...)`, in tiles of rows that keep the scores within
-    `workspace_bytes` whatever T and S are. Not differentiable.
+    `workspace_bytes` whatever T is. Not differentiable.
 
     Args:
       q: Index queries [T, Hi, D], float32, bfloat16 or float8_e4m3fn.
       k: Index keys [S, D] of the same dtype.
       weights: Head weights [T, Hi] float32; see `lightning_indexer`.
       key_start: First visible key of each row [T] int32.
-      key_end: One past the last visible key of each row [T] int32.
-      top_k: How many keys to keep; the model's `index_topk`.
+      key_end: One past the last visible key of each row [T] int32; a row with `key_end <= key_start` sees none, and
+        a range that reaches outside [0, S) is cut to it.
+      top_k: How many keys to keep, static and positive; the model's `index_topk`.
       k_scale: Scale of each key [S] float32, or None for 1.
       return_scores: Whether to return the scores of the selected keys too.
       workspace_bytes: Bound on the scores held at once, in bytes; one row is always processed.
@@ -50,8 +51,8 @@ def index_topk(
       ValueError: An argument has the wrong shape or dtype, or the implementation cannot run the call.
     """
     check_operands(OP, q, k, weights, key_start, key_end, k_scale)
-    check_positive(OP, "top_k", top_k)
-    check_positive(OP, "workspace_bytes", workspace_bytes)
+    top_k = check_positive(OP, "top_k", top_k)
+    workspace_bytes = check_positive(OP, "workspace_bytes", workspace_bytes)
     dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
     return reference.index_topk(
         q,

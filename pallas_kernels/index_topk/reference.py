@@ -20,14 +20,12 @@ def index_topk(
     workspace_bytes: int,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.index_topk.api.index_topk`."""
-    rows, heads, _ = q.shape
 
     def select(tile):
         q, weights, start, end = tile
         scores = indexer_reference.lightning_indexer(q, k, weights, start, end, k_scale=k_scale, clean_logits=False)
         return topk_reference.topk(scores, top_k, start, end, return_scores=return_scores)
 
-    # [Hi, S] products, their relu, and a few [S] rows of scores and keys
-    bytes_per_row = 4 * k.shape[0] * (2 * heads + 4)
-    tile = rows_per_tile(rows, bytes_per_row, workspace_bytes)
+    bytes_per_row = indexer_reference.bytes_per_row(q.shape[1], k.shape[0])
+    tile = rows_per_tile(q.shape[0], bytes_per_row, workspace_bytes)
     return map_row_tiles(select, (q, weights, key_start, key_end), tile)

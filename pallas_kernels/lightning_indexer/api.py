@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_array, check_same_dtype
-from pallas_kernels.lightning_indexer import reference
+from pallas_kernels.lightning_indexer import mosaic_hopper, reference
 
 OP = "lightning_indexer"
 OPERAND_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn)
@@ -15,6 +15,8 @@ def check_operands(op: str, q, k, weights, key_start, key_end, k_scale) -> None:
     """Raise ValueError unless the arguments are those of `lightning_indexer`, checked on behalf of `op`."""
     check_array(op, "q", q, ("T", "Hi", "D"), OPERAND_DTYPES)
     rows, heads, dim = q.shape
+    if 0 in (heads, dim):
+        raise ValueError(f"{op}: q must have heads and columns, got shape {list(q.shape)}")
     check_array(op, "k", k, ("S", dim), OPERAND_DTYPES)
     check_same_dtype(op, "q", q, "k", k)
     check_array(op, "weights", weights, (rows, heads), (jnp.float32,))
@@ -38,7 +40,7 @@ def lightning_indexer(
     """Score every key of each query row's range (DeepSeek-V3.2, "lightning indexer").
 
     `out[t, j] = k_scale[j] * sum_h weights[t, h] * relu(q[t, h] . k[j])` for `key_start[t] <= j < key_end[t]`, summed
-    in float32. Not differentiable.
+    in float32, where `relu(x)` is x if x > 0 and else 0, NaN included. Not differentiable.
 
     Args:
       q: Index queries [T, Hi, D], float32, bfloat16 or float8_e4m3fn.
@@ -46,11 +48,12 @@ def lightning_indexer(
       weights: Head weights [T, Hi] float32, of either sign. They carry every constant: `Hi**-0.5`, the score scale
         `D**-0.5` and, for float8, the scale of q's quantisation.
       key_start: First visible key of each row [T] int32.
-      key_end: One past the last visible key of each row [T] int32; a row with `key_end <= key_start` sees none.
+      key_end: One past the last visible key of each row [T] int32; a row with `key_end <= key_start` sees none, and
+        a range that reaches outside [0, S) is cut to it.
       k_scale: Scale of each key [S] float32, or None for 1.
       clean_logits: Whether scores outside a row's range are set to -inf. When False they are unspecified, which
         is cheaper; use it only with a consumer that respects the same ranges, such as `topk`.
-      implementation: "mosaic_hopper", "triton" or "reference"; None takes the first that supports the call and
+      implementation: "mosaic_hopper" or "reference"; None takes the first that supports the call and
         the device.
 
     Returns:
@@ -60,5 +63,13 @@ def lightning_indexer(
       ValueError: An argument has the wrong shape or dtype, or the implementation cannot run the call.
     """
     check_operands(OP, q, k, weights, key_start, key_end, k_scale)
-    dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
-    return reference.lightning_indexer(q, k, weights, key_start, key_end, k_scale=k_scale, clean_logits=clean_logits)
+    chosen = dispatch.resolve(
+        OP,
+        implementation,
+        {
+            "mosaic_hopper": (lambda: mosaic_hopper.why_not(q), dispatch.needs_compute_capability(9)),
+            "reference": (dispatch.always, dispatch.always),
+        },
+    )
+    score = {"mosaic_hopper": mosaic_hopper.lightning_indexer, "reference": reference.lightning_indexer}[chosen]
+    return score(q, k, weights, key_start, key_end, k_scale=k_scale, clean_logits=clean_logits)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.checks import check_array, check_positive, check_same_dtype
+from pallas_kernels.checks import check_array, check_dtype, check_positive, check_positive_number, check_same_dtype
+from pallas_kernels.ckv_records.formats import RecordFormat
 from pallas_kernels.sparse_mla import plan, reference
 
 OP = "sparse_mla"
@@ -19,6 +20,7 @@ def sparse_mla(
     softmax_scale: float,
     kv_lora_rank: int,
     num_valid: jax.Array | None = None,
+    kv_format: RecordFormat | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     implementation: str | None = None,
@@ -30,12 +32,14 @@ def sparse_mla(
 
     Args:
       q: Absorbed queries [T, H, Dk], float32 or bfloat16; Dk is latent plus rope, 576 in the released models.
-      kv: Compressed KV [N, Dk] of the same dtype, one head shared by all.
+      kv: Compressed KV [N, Dk] of the same dtype, one head shared by all; or records [N, kv_format.record_width].
       topk_indices: Selected rows of `kv` [T, K] int32, in any order. An id below 0 or at or above N is skipped, and
         an id listed twice counts twice.
-      softmax_scale: Factor on the logits, usually `(nope + rope)**-0.5`; never derived from Dk.
+      softmax_scale: Factor on the logits, static and positive, usually `(nope + rope)**-0.5`; never derived from Dk.
       kv_lora_rank: How many leading columns of a row are its value; 512 in the released models.
       num_valid: How many leading ids of each row count [T] int32; the rest is ignored. None means all.
+      kv_format: Format of the records in `kv`, whose values have the width Dk; only the selected records are ever
+        unpacked. None means plain values of q's dtype.
       out_dtype: float32 or bfloat16; None means q's dtype.
       workspace_bytes: Bound on what is held at once for the call: gathered rows for "reference", reordered lists of
         ids for "mosaic_hopper".
@@ -51,26 +55,34 @@ def sparse_mla(
     """
     check_array(OP, "q", q, ("T", "H", "Dk"), (jnp.float32, jnp.bfloat16))
     rows, _, width = q.shape
-    check_array(OP, "kv", kv, ("N", width), (jnp.float32, jnp.bfloat16))
-    check_same_dtype(OP, "q", q, "kv", kv)
+    if kv_format is None:
+        check_array(OP, "kv", kv, ("N", width), (jnp.float32, jnp.bfloat16))
+        check_same_dtype(OP, "q", q, "kv", kv)
+    else:
+        check_array(OP, "kv", kv, ("N", kv_format.record_width), (kv_format.dtype,))
+        if kv_format.width != width:
+            raise ValueError(f"{OP}: kv_format {kv_format.name!r} holds {kv_format.width} values, q has {width}")
     check_array(OP, "topk_indices", topk_indices, (rows, "K"), (jnp.int32,))
-    check_positive(OP, "kv_lora_rank", kv_lora_rank)
-    check_positive(OP, "workspace_bytes", workspace_bytes)
+    softmax_scale = check_positive_number(OP, "softmax_scale", softmax_scale)
+    kv_lora_rank = check_positive(OP, "kv_lora_rank", kv_lora_rank)
+    workspace_bytes = check_positive(OP, "workspace_bytes", workspace_bytes)
     if kv_lora_rank > width:
         raise ValueError(f"{OP}: {kv_lora_rank=} exceeds the width {width} of kv")
     if num_valid is not None:
         check_array(OP, "num_valid", num_valid, (rows,), (jnp.int32,))
-    out_dtype = jnp.dtype(q.dtype if out_dtype is None else out_dtype)
-    if out_dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
-        raise ValueError(f"{OP}: out_dtype must be float32 or bfloat16, got {out_dtype.name}")
+    out_dtype = check_dtype(OP, "out_dtype", q.dtype if out_dtype is None else out_dtype, (jnp.float32, jnp.bfloat16))
+    q, kv, topk_indices = jnp.asarray(q), jnp.asarray(kv), jnp.asarray(topk_indices)
+
+    def unsupported() -> str | None:
+        if kv_format is not None:
+            return f"it does not read packed records ({kv_format.name})"
+        return plan.unsupported(q, kv, topk_indices.shape[1], softmax_scale, kv_lora_rank)
+
     chosen = dispatch.resolve(
         OP,
         implementation,
         {
-            "mosaic_hopper": (
-                lambda: plan.unsupported(q, kv, topk_indices.shape[1], softmax_scale, kv_lora_rank),
-                dispatch.needs_compute_capability(9),
-            ),
+            "mosaic_hopper": (unsupported, dispatch.needs_compute_capability(9)),
             "reference": (dispatch.always, dispatch.always),
         },
     )
@@ -91,6 +103,7 @@ def sparse_mla(
         softmax_scale=softmax_scale,
         kv_lora_rank=kv_lora_rank,
         num_valid=num_valid,
+        kv_format=kv_format,
         out_dtype=out_dtype,
         workspace_bytes=workspace_bytes,
     )

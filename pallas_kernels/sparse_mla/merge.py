@@ -51,5 +51,8 @@ def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
     """
     check_array("merge_partials", "out", out, ("R", "T", "H", "D"), (jnp.float32, jnp.bfloat16))
     check_array("merge_partials", "lse", lse, out.shape[:3], (jnp.float32,))
+    if out.shape[0] == 0:
+        raise ValueError(f"merge_partials: out must hold at least one part, got shape {list(out.shape)}")
+    out, lse = jnp.asarray(out), jnp.asarray(lse)
     weights, merged = merge_weights(lse)
     return jnp.sum(weigh(out, weights), axis=0), merged

@@ -5,13 +5,18 @@ import jax.numpy as jnp
 
 _OUTSIDE = -(2**31)
 _NAN = _OUTSIDE + 1
+_INFINITY_BITS = 0x7F800000
 
 
 def sortable_key(scores: jax.Array) -> jax.Array:
-    """Int32 keys in the order of the float32 `scores`: NaN lowest, then -inf .. +inf, with -0.0 equal to 0.0."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)
-    key = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-    return jnp.where(jnp.isnan(scores), jnp.int32(_NAN), key)
+    """Int32 keys in the order of the float32 `scores`: NaN lowest, then -inf .. +inf, with -0.0 equal to 0.0.
+
+    On bits alone: comparing floats flushes subnormal scores to 0 on some backends, and only under jit.
+    """
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    magnitude = bits & jnp.int32(0x7FFFFFFF)
+    key = jnp.where(bits < 0, -magnitude, magnitude)
+    return jnp.where(magnitude > _INFINITY_BITS, jnp.int32(_NAN), key)
 
 
 def topk(
@@ -19,6 +24,7 @@ def topk(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.topk.api.topk`. A full sort on GPUs for k above 16."""
     columns = scores.shape[1]
+    key_start = jnp.maximum(key_start, 0)
     ids = jnp.arange(columns, dtype=jnp.int32)[None, :]
     visible = (ids >= key_start[:, None]) & (ids < key_end[:, None])
     keys = jnp.where(visible, sortable_key(scores), jnp.int32(_OUTSIDE))

@@ -1,0 +1,281 @@
+"""Host-side description of a step: which tokens of which requests, built with numpy int64 and checked."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from dsa_jax.cache import CacheGeometry
+from sharding.local_keys import key_layout, rows_needed
+from sharding.mesh import DATA
+from sharding.row_partition import RowPlan
+
+INT32_MAX = np.iinfo(np.int32).max
+MIN_ROWS = 8
+MIN_KEYS = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """Arrays of one step, those of the data groups one after another along the first axis.
+
+    Of each group: T rows, R requests, P pages a request; all padded to buckets. The rows of a request follow one
+    another; requests with a single row, which decode, come first. Positions and slots follow from the lengths, on the
+    device: see `sharding.rows` and `sharding.ownership`.
+
+    Attributes:
+      tokens: Token ids [T] int32.
+      query_start_loc: First row of each request and the number of real rows [R + 1] int32.
+      seq_lens: Tokens of each request after the step [R] int32, 0 for padding requests.
+      block_table: Pages of each request [R, P] int32, -1 where it has none.
+      logits_rows: Rows whose logits are wanted [M] int32.
+      plan: Which rank selects for which rows, or None where every rank does for all.
+    """
+
+    tokens: jax.Array
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    block_table: jax.Array
+    logits_rows: jax.Array
+    plan: RowPlan | None = None
+
+
+def step_specs(inputs: StepInputs) -> StepInputs:
+    """Mesh axes of a step's arrays."""
+    return jax.tree.map(lambda _: PartitionSpec(DATA), inputs)
+
+
+@dataclasses.dataclass
+class Request:
+    """One sequence.
+
+    Attributes:
+      tokens: All its token ids so far [n] int64.
+      pages: Its pages in the cache of its data group [p] int64.
+      group: Its data group.
+      cached: How many of its tokens are in the cache.
+    """
+
+    tokens: np.ndarray
+    pages: np.ndarray
+    group: int = 0
+    cached: int = 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens that no step has processed yet."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the request goes on by a single token."""
+        return self.pending == 1 and self.cached > 0
+
+    def append(self, token: int) -> None:
+        """Add a token at the end."""
+        self.tokens = np.append(self.tokens, np.int64(token))
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A run of rows of one request in a step.
+
+    Attributes:
+      request: Index of the request in the batch.
+      first_row: Its first row, counted over all data groups' padded rows.
+      count: Number of rows.
+      logits_row: Row of the step's logits that belongs to its last token, when logits of last rows are wanted.
+    """
+
+    request: int
+    first_row: int
+    count: int
+    logits_row: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLengths:
+    """Lengths of one data group's requests in a step, for planning on the host.
+
+    Attributes:
+      seq_lens: Tokens of each request after the step [requests] int64.
+      query_lens: Its rows in the step [requests] int64.
+    """
+
+    seq_lens: np.ndarray
+    query_lens: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step ready to be planned and run.
+
+    Attributes:
+      inputs: Its arrays, numpy int32 on the host.
+      ckv_rows: Rows of the buffer that holds a rank's records of the step.
+      index_rows: Rows of the buffer that holds a rank's index keys.
+      pieces: Which rows belong to which request.
+      lengths: Lengths in each data group.
+    """
+
+    inputs: StepInputs
+    ckv_rows: int
+    index_rows: int
+    pieces: tuple[Piece, ...]
+    lengths: tuple[GroupLengths, ...]
+
+
+def bucket(value: int, minimum: int = MIN_ROWS) -> int:
+    """Round up to a power of two, at least `minimum`, so that few shapes are compiled."""
+    return max(minimum, 1 << max(0, value - 1).bit_length())
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_length: int) -> list[np.ndarray]:
+    """Prompts as int64 arrays.
+
+    Raises:
+      ValueError: There is no prompt, or one is empty, too long, not a list of ints, or has an id out of range.
+    """
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty: give at least one prompt")
+    checked = []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, (str, bytes)):
+            raise ValueError(f"prompt {i} is text; token ids are wanted")
+        array = np.asarray(prompt)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ValueError(f"prompt {i} must be a flat list of token ids, got {prompt!r}"[:200])
+        if array.size == 0:
+            raise ValueError(f"prompt {i} is empty")
+        if array.size > max_length:
+            raise ValueError(f"prompt {i} has {array.size} tokens, more than the model's maximum of {max_length}")
+        if array.min() < 0 or array.max() >= vocab_size:
+            bad = array[(array < 0) | (array >= vocab_size)][0]
+            raise ValueError(f"prompt {i} has token id {bad}, outside the vocabulary of {vocab_size}")
+        checked.append(array.astype(np.int64))
+    return checked
+
+
+def choose_rows(requests: Sequence[Request], group: int, chunk_size: int) -> list[tuple[int, int]]:
+    """Requests of one group's next step and their row counts, at most `chunk_size` rows in all.
+
+    Decode rows come first, so that a long prompt never makes them wait; then the pending tokens of prompts, in order.
+    """
+    chosen, left = [], chunk_size
+    mine = [i for i, request in enumerate(requests) if request.group == group and request.pending]
+    for i in sorted(mine, key=lambda i: not requests[i].decodes):
+        count = min(requests[i].pending, left)
+        if count:
+            chosen.append((i, count))
+            left -= count
+    return chosen
+
+
+def _key_rows(
+    requests: Sequence[Request], chosen: list[list[tuple[int, int]]], geometry: CacheGeometry, ranks: int
+) -> int:
+    """Rows that the fullest rank of any group needs for the step's keys, rounded up to a bucket.
+
+    A decode row takes the room of all its request's pages, so that a growing request keeps one compiled program.
+    """
+    most = 0
+    for entries in chosen:
+        rooms = [
+            len(requests[i].pages) * geometry.tokens_per_page if requests[i].decodes else requests[i].cached + count
+            for i, count in entries
+        ]
+        layout = key_layout(np.array(rooms or [0], np.int64), ranks=ranks, interleave=geometry.interleave)
+        most = max(most, rows_needed(layout))
+    rows = bucket(most, MIN_KEYS)
+    if rows * ranks > INT32_MAX:
+        raise ValueError(f"a step over {rows * ranks} keys does not fit int32: at most {INT32_MAX}")
+    return rows
+
+
+def _group_arrays(
+    requests: Sequence[Request], chosen: list[tuple[int, int]], rows: int, slots: int, table: int
+) -> dict[str, np.ndarray]:
+    """One group's arrays, `last_rows` among them: the last row of each request."""
+    counts = np.array([count for _, count in chosen], np.int64)
+    ends = np.cumsum(counts)
+    arrays = {
+        "tokens": np.zeros(rows, np.int64),
+        "query_start_loc": np.full(slots + 1, counts.sum(), np.int64),
+        "seq_lens": np.zeros(slots, np.int64),
+        "block_table": np.full((slots, table), -1, np.int64),
+        "last_rows": np.zeros(slots, np.int64),
+    }
+    for r, (i, count) in enumerate(chosen):
+        request = requests[i]
+        arrays["tokens"][ends[r] - count : ends[r]] = request.tokens[request.cached : request.cached + count]
+        arrays["query_start_loc"][r] = ends[r] - count
+        arrays["seq_lens"][r] = request.cached + count
+        arrays["block_table"][r, : len(request.pages)] = request.pages
+        arrays["last_rows"][r] = ends[r] - 1
+    return arrays
+
+
+def _check_room(requests: Sequence[Request], chosen: list[list[tuple[int, int]]], geometry: CacheGeometry) -> None:
+    for i, count in (entry for entries in chosen for entry in entries):
+        needed = -(-(requests[i].cached + count) // geometry.tokens_per_page)
+        if needed > len(requests[i].pages):
+            tokens = geometry.tokens_per_page
+            raise ValueError(f"request {i} needs {needed} pages of {tokens} tokens, has {len(requests[i].pages)}")
+
+
+def build_step(
+    requests: Sequence[Request], geometry: CacheGeometry, *, groups: int, chunk_size: int, logits: str = "last"
+) -> Step | None:
+    """Describe the next step of `requests`.
+
+    Args:
+      requests: All requests; those with pending tokens take part.
+      geometry: Of the cache.
+      groups: Number of data groups.
+      chunk_size: Most rows a group.
+      logits: "all" rows, the "last" row of each request, or "none".
+
+    Returns:
+      The step, or None when nothing is pending. It leaves `requests` as they are.
+
+    Raises:
+      ValueError: A size is out of range, or a request has too few pages.
+    """
+    if chunk_size <= 0:
+        raise ValueError(f"chunk_size must be positive, got {chunk_size=}")
+    if logits not in ("all", "last", "none"):
+        raise ValueError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
+    chosen = [choose_rows(requests, group, chunk_size) for group in range(groups)]
+    if not any(chosen):
+        return None
+    _check_room(requests, chosen, geometry)
+    rows = bucket(max(sum(count for _, count in entries) for entries in chosen))
+    slots = bucket(max(len(entries) for entries in chosen), minimum=1)
+    table = bucket(max(len(requests[i].pages) for entries in chosen for i, _ in entries), minimum=1)
+    stacked: dict[str, list[np.ndarray]] = {}
+    pieces, lengths = [], []
+    for group, entries in enumerate(chosen):
+        arrays = _group_arrays(requests, entries, rows, slots, table)
+        pieces += [
+            Piece(i, group * rows + int(arrays["query_start_loc"][r]), count, group * slots + r)
+            for r, (i, count) in enumerate(entries)
+        ]
+        count = len(entries)
+        lengths.append(GroupLengths(arrays["seq_lens"][:count], np.array([c for _, c in entries], np.int64)))
+        last_rows = arrays.pop("last_rows")
+        wanted = {"all": np.arange(rows), "last": last_rows, "none": np.zeros(0, np.int64)}
+        arrays["logits_rows"] = wanted[logits]
+        for name, array in arrays.items():
+            stacked.setdefault(name, []).append(array)
+    int32: dict[str, Any] = {name: np.concatenate(parts).astype(np.int32) for name, parts in stacked.items()}
+    return Step(
+        inputs=StepInputs(**int32),
+        ckv_rows=_key_rows(requests, chosen, geometry, geometry.dcp),
+        index_rows=_key_rows(requests, chosen, geometry, geometry.index_shards),
+        pieces=tuple(pieces),
+        lengths=tuple(lengths),
+    )

@@ -1,0 +1,150 @@
+"""The command line `dsa-jax`: results on stdout, progress on stderr, exit code 2 and one line for a user's mistake."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsa_jax import commands
+from dsa_jax.page_allocator import OutOfPagesError
+
+DTYPES = ("bfloat16", "float32")
+KV_FORMATS = ("auto", "float32", "bf16", "fp8_ds_mla", "nvfp4_ds_mla")
+INDEX_FORMATS = ("auto", "float32", "bf16", "fp8")
+SWITCHES = {
+    "query_split": "split the indexer's rows over the ranks that hold the same keys",
+    "ckv_gather": "gather the history of a DCP group instead of its queries",
+    "prefetch": "gather the next layer's history ahead",
+    "token_split": "attend all heads of a share of the rows",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str):
+        """Print `message` and exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
+    return value
+
+
+_positive.__name__ = "int"  # argparse names the type in its errors
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
+
+
+_natural.__name__ = "int"
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of every command that runs the model."""
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="Hugging Face folder or native checkpoint")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights and activations")
+    parser.add_argument(
+        "--tp", type=_positive, help="tensor-parallel size (default: most devices that divide the heads)"
+    )
+    parser.add_argument(
+        "--dcp", type=_positive, default=1, help="ranks that share the cache of a request; divides --tp"
+    )
+    parser.add_argument("--data", type=_positive, default=1, help="groups that serve requests of their own")
+    parser.add_argument("--chunk-size", type=_positive, default=2048, help="most rows of a prefill step")
+    parser.add_argument("--latent-norm-eps", type=float, help="eps of the two latent norms (default: 1e-6)")
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--page-size", type=_positive, default=64, help="tokens of a page on each rank")
+    cache.add_argument("--kv-format", choices=KV_FORMATS, default="auto", help="format of the cached KV")
+    cache.add_argument("--index-format", choices=INDEX_FORMATS, default="auto", help="format of the index keys")
+    cache.add_argument("--interleave", type=_positive, default=1, help="tokens of a run that one DCP rank holds")
+    cache.add_argument("--index-replicas", type=_positive, default=1, help="how often a DCP group holds the index keys")
+    path = parser.add_argument_group("sharded path")
+    path.add_argument("--policy", choices=("auto", "stock"), default="auto", help="choose by cost, or switch all off")
+    for switch, meaning in SWITCHES.items():
+        flag = "--" + switch.replace("_", "-")
+        path.add_argument(flag, dest=switch, action=argparse.BooleanOptionalAction, default=None, help=meaning)
+    path.add_argument("--ckv-gather-min-tokens", type=_natural, help="gather when a step has more new tokens")
+    path.add_argument("--ckv-gather-max-tokens", type=_natural, help="gather when a step has no more tokens in all")
+    path.add_argument("--query-split-min-rows", type=_natural, help="split when a rank gets as many rows")
+    path.add_argument("--query-split-min-context", type=_natural, help="split when a step has as many tokens in all")
+
+
+def _add_prompt_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    if text:
+        prompt.add_argument("--prompt", help="text; needs tokenizer.json in the folder")
+    prompt.add_argument("--prompt-ids", help="JSON list of prompts, each a list of token ids, or @FILE that holds it")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = _Parser(prog="dsa-jax", description="DeepSeek Sparse Attention prefill in JAX")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    subparsers = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+
+    generate = subparsers.add_parser("generate", help="generate from prompts")
+    _add_model_flags(generate)
+    _add_prompt_flags(generate, text=True)
+    generate.add_argument("--max-new-tokens", type=_positive, default=128, help="most new tokens a prompt")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    generate.add_argument("--top-p", type=float, default=1.0, help="nucleus mass; 1 keeps all")
+    generate.add_argument("--top-k", type=int, default=0, help="best tokens kept; 0 keeps all")
+    generate.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    generate.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
+    generate.add_argument("--max-pages", type=_positive, help="cache pages a data group; prompts wait for free ones")
+    generate.add_argument("--json", action="store_true", help="print one JSON object")
+    generate.set_defaults(run=commands.run_generate)
+
+    prefill = subparsers.add_parser("prefill", help="prefill prompts, keep logits and selections")
+    _add_model_flags(prefill)
+    _add_prompt_flags(prefill, text=True)
+    prefill.add_argument("--logits", choices=("all", "last", "none"), default="last", help="rows to keep")
+    prefill.add_argument("--out", type=Path, help="write logits and selections to this .npz file")
+    prefill.add_argument("--json", action="store_true", help="print one JSON object")
+    prefill.set_defaults(run=commands.run_prefill)
+
+    tiny = subparsers.add_parser("tiny", help="write a tiny random checkpoint")
+    tiny.add_argument("directory", metavar="DIR", type=Path, help="folder to write")
+    tiny.add_argument("--family", choices=("glm5", "glm52", "dsv32"), required=True, help="which model to imitate")
+    tiny.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    tiny.set_defaults(run=commands.run_tiny)
+
+    convert = subparsers.add_parser("convert", help="convert to a native Orbax checkpoint")
+    convert.add_argument("source", metavar="HF_DIR", type=Path, help="Hugging Face folder")
+    convert.add_argument("target", metavar="OUT_DIR", type=Path, help="folder to write")
+    convert.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the weights")
+    convert.set_defaults(run=commands.run_convert)
+
+    inspect = subparsers.add_parser("inspect", help="describe a checkpoint and look for weights that are not finite")
+    inspect.add_argument("checkpoint", metavar="CKPT", type=Path, help="Hugging Face folder or native checkpoint")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.set_defaults(run=commands.run_inspect)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except BrokenPipeError:
+        return 1
+    except (ValueError, OSError, OutOfPagesError) as error:
+        if args.debug:
+            raise
+        message = " ".join(str(error).split())
+        print(f"dsa-jax {args.command}: error: {message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

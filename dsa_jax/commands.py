@@ -1,0 +1,201 @@
+"""What the commands of the command line do."""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dsa_jax import checkpoint
+from dsa_jax.api import convert, default_tp, from_pretrained
+from dsa_jax.config import ModelConfig
+from dsa_jax.engine import EngineOptions
+from dsa_jax.generate import GenerateOptions, generate, stream
+from dsa_jax.model import Model
+from dsa_jax.prefill import Batch, prefill
+from dsa_jax.sampling import SamplingConfig
+from dsa_jax.step import Execution, StepRunner
+from dsa_jax.tiny import write_tiny
+from dsa_jax.tokenizer import Tokenizer
+from sharding.mesh import make_mesh
+from sharding.policy import PrefillPolicy
+
+POLICY_FLAGS = (
+    "query_split",
+    "ckv_gather",
+    "prefetch",
+    "token_split",
+    "ckv_gather_min_tokens",
+    "ckv_gather_max_tokens",
+    "query_split_min_rows",
+    "query_split_min_context",
+)
+
+
+def _policy(args: argparse.Namespace) -> PrefillPolicy:
+    """The policy that the flags describe; flags that are not given leave what `--policy` says."""
+    base = PrefillPolicy.stock() if args.policy == "stock" else PrefillPolicy()
+    given = {name: getattr(args, name) for name in POLICY_FLAGS if getattr(args, name) is not None}
+    return dataclasses.replace(base, index_replicas=args.index_replicas, **given)
+
+
+def _engine_options(args: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
+        chunk_size=args.chunk_size,
+        page_size=args.page_size,
+        kv_format=args.kv_format,
+        index_format=args.index_format,
+        interleave=args.interleave,
+        index_replicas=args.index_replicas,
+        execution=Execution(policy=_policy(args)),
+    )
+
+
+def _load(args: argparse.Namespace) -> Model:
+    config = ModelConfig.from_folder(args.checkpoint, latent_norm_eps=args.latent_norm_eps)
+    tp = default_tp(config, len(jax.devices()) // args.data) if args.tp is None else args.tp
+    mesh = make_mesh(tp=tp, dcp=args.dcp, data=args.data)
+    return from_pretrained(args.checkpoint, mesh, args.dtype, latent_norm_eps=args.latent_norm_eps, progress=True)
+
+
+def _prompts(args: argparse.Namespace) -> tuple[list[list[int]], Tokenizer | None]:
+    """The prompts' ids, and the tokenizer when they were text."""
+    if args.prompt is not None:
+        tokenizer = Tokenizer.from_folder(args.checkpoint)
+        return [tokenizer.encode(args.prompt)], tokenizer
+    text = args.prompt_ids
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text(encoding="utf-8")
+    try:
+        prompts = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--prompt-ids is not JSON: {error}") from None
+    if not isinstance(prompts, list) or not all(isinstance(prompt, list) for prompt in prompts):
+        raise ValueError("--prompt-ids must be a list of prompts, each a list of token ids, such as [[1, 2, 3]]")
+    return prompts, None
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    """`dsa-jax generate`."""
+    options = GenerateOptions(
+        max_new_tokens=args.max_new_tokens,
+        sampling=SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed),
+        ignore_eos=args.ignore_eos,
+        max_pages=args.max_pages,
+        engine=_engine_options(args),
+    )
+    prompts, tokenizer = _prompts(args)
+    model = _load(args)
+    if tokenizer is not None and not args.json:
+        text = tokenizer.stream()
+        for event in stream(model, prompts, options):
+            print(text.push(event.token), end="", flush=True)
+        print(text.finish())
+        return
+    result = generate(model, prompts, options)
+    if args.json:
+        output = dataclasses.asdict(result)
+        if tokenizer is not None:
+            output["text"] = [tokenizer.decode(tokens) for tokens in result.tokens]
+        print(json.dumps(output))
+        return
+    for tokens in result.tokens:
+        print(json.dumps(tokens))
+    print(
+        f"{sum(map(len, result.tokens))} tokens, first after {result.ttft_s:.3f} s,"
+        f" {result.tokens_per_s:.1f} tokens/s; compiled for {result.compile_s:.1f} s"
+    )
+
+
+def run_prefill(args: argparse.Namespace) -> None:
+    """`dsa-jax prefill`."""
+    if args.out is not None and args.out.suffix != ".npz":
+        raise ValueError(f"--out must name a .npz file, got {args.out}")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {args.out.parent}")
+    prompts, _ = _prompts(args)
+    model = _load(args)
+    options = _engine_options(args)
+    batch = Batch.from_prompts(prompts, model, geometry=options.geometry(model))
+    cache = batch.init_cache(model)
+    runner = StepRunner(model, options.execution)
+    selected = args.out is not None
+    started = time.perf_counter()
+    result = prefill(runner, batch, cache, chunk_size=args.chunk_size, logits=args.logits, return_selected=selected)
+    seconds = time.perf_counter() - started - runner.compile_seconds
+    if args.out is not None:
+        arrays = {}
+        if args.logits != "none":
+            arrays |= {f"logits_{i}": logits for i, logits in enumerate(result.logits)}
+        for i, selected in enumerate(result.selected or []):
+            arrays |= {f"selected_{i}_L{layer}": ids for layer, ids in enumerate(selected)}
+        np.savez(args.out, **arrays)
+    tokens = sum(len(request.tokens) for request in batch.requests)
+    report = {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / max(seconds, 1e-9),
+        "compile_s": runner.compile_seconds,
+    }
+    if args.json:
+        print(json.dumps(report))
+        return
+    print(
+        f"{tokens} tokens in {seconds:.3f} s, {report['tokens_per_s']:.1f} tokens/s;"
+        f" compiled for {runner.compile_seconds:.1f} s"
+    )
+
+
+def run_tiny(args: argparse.Namespace) -> None:
+    """`dsa-jax tiny`."""
+    write_tiny(args.directory, args.family, args.seed)
+    print(args.directory)
+
+
+def run_convert(args: argparse.Namespace) -> None:
+    """`dsa-jax convert`."""
+    convert(args.source, args.target, args.dtype, progress=True)
+    print(args.target)
+
+
+def _layer_runs(config: ModelConfig) -> list[str]:
+    """Runs of equal layers, such as "3-5: shared index, sparse MLP"."""
+    kinds = [f"{index} index, {mlp} MLP" for index, mlp in zip(config.indexer_types, config.mlp_types, strict=True)]
+    runs: list[str] = []
+    first = 0
+    for layer in range(1, len(kinds) + 1):
+        if layer == len(kinds) or kinds[layer] != kinds[first]:
+            name = f"{first}" if layer - 1 == first else f"{first}-{layer - 1}"
+            runs.append(f"{name}: {kinds[first]}")
+            first = layer
+    return runs
+
+
+def run_inspect(args: argparse.Namespace) -> None:
+    """`dsa-jax inspect`."""
+    config = ModelConfig.from_folder(args.checkpoint)
+    description = checkpoint.describe(args.checkpoint)
+    nonfinite = checkpoint.find_nonfinite(args.checkpoint, progress=True)
+    if args.json:
+        report = {
+            "architecture": config.model_type,
+            "layers": _layer_runs(config),
+            "config": dataclasses.asdict(config),
+            "checkpoint": dataclasses.asdict(description),
+            "nonfinite": nonfinite,
+        }
+        print(json.dumps(report))
+        return
+    print(f"architecture: {config.model_type}, {config.num_layers} layers, {config.num_heads} heads")
+    for run in _layer_runs(config):
+        print(f"  layers {run}")
+    print(f"parameters: {description.parameters:,} in {description.tensors} tensors ({description.layout})")
+    for dtype, count in description.by_dtype.items():
+        print(f"  {dtype}: {count.nbytes:,} bytes, {count.elements:,} elements, {count.tensors} tensors")
+    for name, count in nonfinite.items():
+        print(f"not finite: {name} holds {count} NaN or infinite values")
+    if not nonfinite:
+        print("every weight is finite")

@@ -1,0 +1,410 @@
+"""Configuration of a model, read from the config.json of a Hugging Face checkpoint.
+
+Supported are `glm_moe_dsa` (GLM-5, 5.1, 5.2, 5.3) and `deepseek_v32` (DeepSeek-V3.2). Fields that change what is
+computed are honoured or refused. `head_dim` is not read: it means something else in each release. Nor are fields about
+training or deployment (dropout, ep_size, ...).
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dsa_jax.config_layers import SPARSE, indexer_types, mlp_types
+from dsa_jax.config_validation import ConfigError, Fields, check_counts, check_routing, check_supported
+
+__all__ = [
+    "ConfigError",
+    "IndexerConfig",
+    "ModelConfig",
+    "MoeConfig",
+    "QuantizationConfig",
+    "RopeConfig",
+    "YarnConfig",
+]
+
+# model_type -> (architecture, whether the indexer rotates interleaved pairs when config.json does not say).
+# deepseek_v32 publishes no such field and rotates halves; a GLM checkpoint run that way selects other keys.
+_FAMILIES = {
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", True),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", False),
+}
+# Names of the attention with an indexer: transformers before 5.2x and exports, then transformers since.
+_SPARSE_ATTENTION = ("deepseek_sparse_attention", "indexed_attention")
+_ROPE_KEYS = frozenset({"rope_theta", "rope_type", "type"})
+_YARN_KEYS = _ROPE_KEYS | {
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+}
+DEFAULT_LATENT_NORM_EPS = 1e-6
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnConfig:
+    """YaRN context extension (arXiv:2309.00071) with the two mscale factors of DeepSeek-V2.
+
+    Attributes:
+      factor: How much longer than the original context the extended one is.
+      original_max_position_embeddings: Positions before the extension.
+      beta_fast: Rotations within the original context above which a frequency stays as it is.
+      beta_slow: Rotations below which a frequency is divided by `factor`.
+      mscale: Numerator of the factor on cos and sin; 1 where config.json has none.
+      mscale_all_dim: Denominator of that factor, and the one that scales the softmax; 0 where config.json has none.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+    @property
+    def cos_sin_scale(self) -> float:
+        """Factor on cos and sin; 1 for the published checkpoints, whose two mscale are equal."""
+        return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
+
+    @property
+    def softmax_factor(self) -> float:
+        """Factor on the softmax scale, for short prompts too."""
+        return _yarn_mscale(self.factor, self.mscale_all_dim) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding, the same frequencies for the attention and the indexer."""
+
+    theta: float
+    yarn: YarnConfig | None
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerConfig:
+    """Lightning indexer of the full layers.
+
+    Attributes:
+      num_heads: Query heads; there is one key head.
+      head_dim: Width of a head, of which the first `qk_rope_head_dim` values are rotated.
+      topk: Keys selected for each query row.
+      rope_interleave: Whether the rotated pairs are neighbours (GLM) or halves apart (DeepSeek-V3.2).
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    rope_interleave: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts of the sparse layers: sigmoid router with a correction bias, and shared experts."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    num_shared_experts: int
+    intermediate_size: int
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+    norm_topk_prob: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationConfig:
+    """How the checkpoint stores quantized weights.
+
+    Attributes:
+      method: "fp8": e4m3 weights with one float32 `weight_scale_inv` per block. Which weights are quantized is told by
+        the checkpoint's tensors; the list in config.json names modules that do not exist.
+      block: Rows and columns of a block; blocks at the edges may be partial.
+    """
+
+    method: str
+    block: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Everything about a model that its computation depends on.
+
+    Attributes:
+      rms_norm_eps: eps of the RMS norms on the residual stream.
+      latent_norm_eps: eps of the norms of the query and the KV latent (`q_a_layernorm`, `kv_a_layernorm`). Not in
+        config.json. The default is 1e-6, which transformers, the published reference, hard-codes for both families;
+        vLLM takes `rms_norm_eps`, which is 1e-5 for GLM. Between the two, the logits of small random GLM models (up
+        to 10 in size) move by 6e-5 to 1.3e-4; for DeepSeek-V3.2, whose `rms_norm_eps` is 1e-6, both are the same.
+      intermediate_size: Width of the dense MLP layers.
+      moe: None where every layer is dense.
+      indexer_types: Per layer "full" (owns an indexer) or "shared" (reuses the selection of the last full layer).
+      mlp_types: Per layer "dense" or "sparse" (mixture of experts).
+      eos_token_ids: Tokens that end a generation; empty where the checkpoint names none.
+      num_mtp_layers: Multi-token-prediction layers stored after the `num_layers` layers; the model does not run them.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rms_norm_eps: float
+    latent_norm_eps: float
+    intermediate_size: int
+    max_position_embeddings: int
+    rope: RopeConfig
+    indexer: IndexerConfig
+    moe: MoeConfig | None
+    indexer_types: tuple[str, ...]
+    mlp_types: tuple[str, ...]
+    eos_token_ids: tuple[int, ...]
+    quantization: QuantizationConfig | None
+    tie_word_embeddings: bool
+    num_mtp_layers: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query head of the attention."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Scale of the attention scores, YaRN's factor included."""
+        factor = 1.0 if self.rope.yarn is None else self.rope.yarn.softmax_factor
+        return self.qk_head_dim**-0.5 * factor
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, latent_norm_eps: float | None = None) -> "ModelConfig":
+        """Configuration from the parsed config.json of a checkpoint.
+
+        Args:
+          raw: The parsed JSON object.
+          latent_norm_eps: eps of the two latent norms; None means 1e-6 (see `ModelConfig`).
+
+        Returns:
+          The configuration, with every default of transformers filled in.
+
+        Raises:
+          ConfigError: A field is missing, of the wrong type, not supported, or contradicts another one.
+        """
+        fields = Fields(raw)
+        family_interleave = _check_family(fields)
+        check_supported(fields)
+        check_counts(fields)
+        num_layers = fields.integer("num_hidden_layers")
+        if fields.has("layer_types"):
+            fields.choices("layer_types", num_layers, _SPARSE_ATTENTION)
+        mlps = mlp_types(fields, num_layers)
+        vocab_size = fields.integer("vocab_size")
+        eps = Fields({"latent_norm_eps": latent_norm_eps}).positive("latent_norm_eps", DEFAULT_LATENT_NORM_EPS)
+        return cls(
+            model_type=fields.get("model_type"),
+            vocab_size=vocab_size,
+            hidden_size=fields.integer("hidden_size"),
+            num_layers=num_layers,
+            num_heads=fields.integer("num_attention_heads"),
+            q_lora_rank=fields.integer("q_lora_rank"),
+            kv_lora_rank=fields.integer("kv_lora_rank"),
+            qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+            qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+            v_head_dim=fields.integer("v_head_dim"),
+            rms_norm_eps=fields.positive("rms_norm_eps"),
+            latent_norm_eps=eps,
+            intermediate_size=fields.integer("intermediate_size"),
+            max_position_embeddings=fields.integer("max_position_embeddings"),
+            rope=_rope(fields),
+            indexer=IndexerConfig(
+                num_heads=fields.integer("index_n_heads"),
+                head_dim=fields.integer("index_head_dim"),
+                topk=fields.integer("index_topk"),
+                rope_interleave=fields.boolean("indexer_rope_interleave", family_interleave),
+            ),
+            moe=_moe(fields) if SPARSE in mlps else None,
+            indexer_types=indexer_types(fields, num_layers),
+            mlp_types=mlps,
+            eos_token_ids=_eos_token_ids(fields, vocab_size),
+            quantization=_quantization(fields),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            num_mtp_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | Path, *, latent_norm_eps: float | None = None) -> "ModelConfig":
+        """Configuration of the checkpoint in a folder.
+
+        Like in transformers, the eos ids of generation_config.json, where there are any, come before those of
+        config.json.
+
+        Args:
+          path: Folder with config.json and, optionally, generation_config.json.
+          latent_norm_eps: eps of the two latent norms; None means 1e-6 (see `ModelConfig`).
+
+        Returns:
+          The configuration.
+
+        Raises:
+          ConfigError: The folder or its config.json is missing or unreadable, or as in `from_dict`; the message starts
+            with the path.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder")
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder}: the folder has no config.json")
+        raw = dict(_read_json(folder / "config.json"))
+        if (folder / "generation_config.json").is_file():
+            eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+            raw["eos_token_id"] = raw.get("eos_token_id") if eos is None else eos
+        if raw.get("quantization_config") is None and (folder / "hf_quant_config.json").is_file():
+            # Exports of NVIDIA's ModelOpt may describe the quantization only there.
+            found = _read_json(folder / "hf_quant_config.json").get("quantization")
+            raise ConfigError(f"{folder}: unknown quantization: hf_quant_config.json has quantization={found!r}")
+        try:
+            return cls.from_dict(raw, latent_norm_eps=latent_norm_eps)
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}") from None
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a JSON file ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _check_family(fields: Fields) -> bool:
+    """Refuse other models; returns the family's layout of the index RoPE."""
+    model_type = fields.get("model_type")
+    supported = ", ".join(_FAMILIES)
+    if model_type is None:
+        raise ConfigError(f"the field model_type is missing; supported: {supported}")
+    if model_type in ("glm5_next", "glm5_next_text"):
+        raise ConfigError(f"model_type={model_type!r} (GLM-5.3-Flash) is not supported yet; supported: {supported}")
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+        raise ConfigError(f"model_type={model_type!r} is not supported; supported: {supported}")
+    architecture, interleave = _FAMILIES[model_type]
+    architectures = fields.get("architectures", [architecture])
+    if architectures != [architecture]:
+        raise ConfigError(f"architectures={architectures!r} contradicts {model_type=}, which is {[architecture]}")
+    return interleave
+
+
+def _moe(fields: Fields) -> MoeConfig:
+    check_routing(fields)
+    return MoeConfig(
+        num_experts=fields.integer("n_routed_experts"),
+        num_experts_per_tok=fields.integer("num_experts_per_tok"),
+        num_shared_experts=fields.integer("n_shared_experts"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        n_group=fields.integer("n_group"),
+        topk_group=fields.integer("topk_group"),
+        routed_scaling_factor=fields.positive("routed_scaling_factor"),
+        norm_topk_prob=fields.boolean("norm_topk_prob"),
+    )
+
+
+def _rope(fields: Fields) -> RopeConfig:
+    """RoPE as `rope_parameters`, or as `rope_theta` with `rope_scaling`; where both exist they must agree."""
+    parameters, scaling = fields.section("rope_parameters"), fields.section("rope_scaling")
+    if parameters is None:
+        theta = fields.positive("rope_theta")
+        return RopeConfig(theta, None) if scaling is None else _rope_section(scaling, theta, fields)
+    found = _rope_section(parameters, parameters.positive("rope_theta", fields.get("rope_theta")), fields)
+    if fields.has("rope_theta") and fields.positive("rope_theta") != found.theta:
+        raise ConfigError(f"rope_theta={fields.get('rope_theta')} contradicts rope_parameters.rope_theta={found.theta}")
+    if scaling is not None:
+        old = _rope_section(scaling, found.theta, fields)
+        if old != found:
+            raise ConfigError(f"rope_scaling, read as {old}, contradicts rope_parameters, read as {found}")
+    return found
+
+
+def _rope_section(section: Fields, theta: float, fields: Fields) -> RopeConfig:
+    kind = section.get("rope_type", section.get("type", "default"))
+    label = section.label("rope_type")
+    if section.get("type", kind) != kind:
+        raise ConfigError(f"{label}={kind!r} contradicts type={section.get('type')!r}")
+    if kind not in ("default", "yarn"):
+        raise ConfigError(f"{label}={kind!r} is not supported; supported: 'default' or 'yarn'")
+    unknown = sorted(set(section.names()) - (_YARN_KEYS if kind == "yarn" else _ROPE_KEYS))
+    if unknown:
+        values = ", ".join(f"{section.label(name)}={section.get(name)!r}" for name in unknown)
+        raise ConfigError(f"{values} is not supported for {label}={kind!r}")
+    section.refuse_unless_equal("rope_theta", theta, "rope_theta")
+    return RopeConfig(theta, _yarn(section, fields) if kind == "yarn" else None)
+
+
+def _yarn(section: Fields, fields: Fields) -> YarnConfig:
+    if section.has("mscale") != section.has("mscale_all_dim"):
+        # Readers disagree on what one without the other means.
+        got = f"mscale={section.get('mscale')}, mscale_all_dim={section.get('mscale_all_dim')}"
+        raise ConfigError(f"{section.label('mscale')} and mscale_all_dim must be given together, got {got}")
+    factor = section.positive("factor")
+    original = section.integer("original_max_position_embeddings")
+    positions = fields.integer("max_position_embeddings")
+    if factor < 1:
+        raise ConfigError(f"{section.label('factor')}={factor} must be at least 1")
+    if positions > factor * original:
+        raise ConfigError(
+            f"max_position_embeddings={positions} exceeds {section.label('factor')}={factor} x "
+            f"original_max_position_embeddings={original}"
+        )
+    given = section.has("mscale")
+    return YarnConfig(
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=section.positive("beta_fast", 32.0),
+        beta_slow=section.positive("beta_slow", 1.0),
+        mscale=section.positive("mscale") if given else 1.0,
+        mscale_all_dim=section.positive("mscale_all_dim") if given else 0.0,
+    )
+
+
+def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    value = fields.get("eos_token_id", [])
+    ids = value if isinstance(value, list) else [value]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise ConfigError(f"eos_token_id={value!r} must be ids in [0, vocab_size={vocab_size})")
+    return tuple(ids)
+
+
+def _quantization(fields: Fields) -> QuantizationConfig | None:
+    section = fields.section("quantization_config")
+    if section is None:
+        return None
+    method = section.get("quant_method")
+    if method != "fp8":
+        algorithm = f" with quant_algo={section.get('quant_algo')!r}" if section.has("quant_algo") else ""
+        raise ConfigError(
+            f"unknown quantization: {section.label('quant_method')}={method!r}{algorithm}; supported: 'fp8'"
+        )
+    section.refuse_unless("fmt", "e4m3")
+    section.refuse_unless("activation_scheme", "dynamic")
+    section.refuse_unless("scale_fmt", "ue8m0")
+    block = section.get("weight_block_size")
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or any(not isinstance(b, int) or isinstance(b, bool) or b < 1 for b in block)
+    ):
+        raise ConfigError(
+            f"unknown quantization: {section.label('weight_block_size')}={block!r} must be two positive ints"
+        )
+    return QuantizationConfig(method="fp8", block=(block[0], block[1]))

@@ -1,0 +1,246 @@
+"""Continuous batching: requests share a paged cache, new ones prefill while others decode."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dsa_jax.batch import Request, Step, build_step, check_prompts
+from dsa_jax.cache import DEFAULT_PAGE_SIZE, CacheGeometry, init_cache
+from dsa_jax.model import Model
+from dsa_jax.page_allocator import OutOfPagesError, PageAllocator
+from dsa_jax.prefill import DEFAULT_CHUNK_SIZE
+from dsa_jax.sampling import SamplingConfig, request_keys, sample
+from dsa_jax.step import Execution, StepRunner
+from sharding.mesh import DATA
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """How an engine keeps and runs its requests.
+
+    Attributes:
+      chunk_size: Most rows of a step for each data group.
+      page_size: Tokens of a page that each DCP rank holds.
+      kv_format: Format of the compressed KV, see `CacheGeometry.for_model`.
+      index_format: Format of the index keys.
+      interleave: Tokens in a run of one DCP rank.
+      index_replicas: How often a DCP group holds the index keys.
+      prefix_reuse: Whether prompts reuse the pages of a common beginning.
+      execution: How the steps run.
+    """
+
+    chunk_size: int = DEFAULT_CHUNK_SIZE
+    page_size: int = DEFAULT_PAGE_SIZE
+    kv_format: str = "auto"
+    index_format: str = "auto"
+    interleave: int = 1
+    index_replicas: int = 1
+    prefix_reuse: bool = True
+    execution: Execution = dataclasses.field(default_factory=Execution)
+
+    def __post_init__(self):
+        """Check the sizes that no other object checks."""
+        if self.chunk_size <= 0:
+            raise ValueError(f"chunk_size must be positive, got chunk_size={self.chunk_size}")
+
+    def geometry(self, model: Model) -> CacheGeometry:
+        """Geometry of the cache for a model."""
+        return CacheGeometry.for_model(
+            model.config,
+            model.mesh,
+            model.dtype,
+            kv_format=self.kv_format,
+            index_format=self.index_format,
+            page_size=self.page_size,
+            interleave=self.interleave,
+            index_replicas=self.index_replicas,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenEvent:
+    """One new token.
+
+    Attributes:
+      request: Number of the request, counted from 0 in the order they were added.
+      token: The token's id.
+      finished: "eos" or "length" with the last token of a request, else None.
+    """
+
+    request: int
+    token: int
+    finished: str | None
+
+
+@dataclasses.dataclass
+class _Sequence(Request):
+    """A request with what ends it and how its tokens are drawn."""
+
+    number: int = 0
+    max_new_tokens: int = 1
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+    ignore_eos: bool = False
+    drawn: int = 0
+
+
+class Engine:
+    """Serves requests from one paged cache.
+
+    A request is admitted, in the order of arrival, when a data group has the pages for its prompt and all its new
+    tokens; so no request runs out of pages once it started. Its pages are free again when it ends. Not thread-safe.
+    """
+
+    def __init__(self, model: Model, pages: int, options: EngineOptions | None = None):
+        """Make the cache.
+
+        Args:
+          model: The model.
+          pages: Pages of each data group, of `page_size * dcp` tokens.
+          options: How to keep and run requests.
+
+        Raises:
+          ValueError: A size or a format does not fit the model or the mesh.
+        """
+        self.options = EngineOptions() if options is None else options
+        self.model = model
+        self.geometry = self.options.geometry(model)
+        self.cache = init_cache(model.config, self.geometry, pages, model.mesh)
+        self.runner = StepRunner(model, self.options.execution)
+        self.allocators = [PageAllocator(pages, self.geometry.tokens_per_page) for _ in range(model.mesh.shape[DATA])]
+        self.waiting: collections.deque[_Sequence] = collections.deque()
+        self.running: list[_Sequence] = []
+        self.added = 0
+        self._replicated = NamedSharding(model.mesh, PartitionSpec())
+
+    def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """Pages that a request takes: those of every token whose record it writes."""
+        # The last new token is returned and never run.
+        tokens = min(prompt_tokens + max_new_tokens - 1, self.model.config.max_position_embeddings)
+        return self.allocators[0].pages_for(tokens)
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        sampling: SamplingConfig | None = None,
+        ignore_eos: bool = False,
+    ) -> int:
+        """Queue a request.
+
+        Args:
+          prompt: Its token ids.
+          max_new_tokens: Most new tokens.
+          sampling: How tokens are drawn; None is greedy.
+          ignore_eos: Whether to go on past end-of-sequence tokens.
+
+        Returns:
+          Its number, which its events carry.
+
+        Raises:
+          ValueError: The prompt or `max_new_tokens` is out of range.
+          OutOfPagesError: It needs more pages than a data group has; nothing has changed.
+        """
+        if max_new_tokens <= 0:
+            raise ValueError(f"max_new_tokens must be positive, got {max_new_tokens=}")
+        config = self.model.config
+        (tokens,) = check_prompts([prompt], config.vocab_size, config.max_position_embeddings)
+        needed, total = self.pages_needed(len(tokens), max_new_tokens), self.allocators[0].num_pages
+        if needed > total:
+            raise OutOfPagesError(needed, total, total)
+        self.waiting.append(
+            _Sequence(
+                tokens,
+                np.zeros(0, np.int64),
+                number=self.added,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling or SamplingConfig(),
+                ignore_eos=ignore_eos,
+            )
+        )
+        self.added += 1
+        return self.added - 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not self.waiting and not self.running
+
+    def step(self) -> list[TokenEvent]:
+        """Admit what fits and run one step; returns the tokens that it completed, in the order of arrival."""
+        self._admit()
+        step = build_step(self.running, self.geometry, groups=len(self.allocators), chunk_size=self.options.chunk_size)
+        if step is None:
+            return []
+        outputs = self.runner(step, self.cache)
+        self.cache = outputs.cache
+        ready = []
+        for piece in step.pieces:
+            sequence = self.running[piece.request]
+            sequence.cached += piece.count
+            if sequence.pending == 0:
+                ready.append((sequence, piece.logits_row))
+        if not ready:
+            return []
+        tokens = self._sample(outputs.logits, step)
+        events = [self._take(sequence, int(tokens[row])) for sequence, row in sorted(ready, key=lambda r: r[0].number)]
+        self.running = [sequence for sequence in self.running if sequence.pending]
+        return events
+
+    def _admit(self) -> None:
+        while self.waiting:
+            sequence = self.waiting[0]
+            count = self.pages_needed(len(sequence.tokens), sequence.max_new_tokens)
+            group = max(range(len(self.allocators)), key=lambda g: self.allocators[g].num_free)
+            allocator = self.allocators[group]
+            found, cached = (), 0
+            if self.options.prefix_reuse:
+                match = allocator.lookup_prefix(sequence.tokens)
+                found, cached = match.pages, match.num_tokens
+            try:
+                fresh = allocator.alloc(count - len(found))
+            except OutOfPagesError:
+                allocator.free(found)
+                return
+            sequence.group, sequence.cached = group, cached
+            sequence.pages = np.array([*found, *fresh], np.int64)
+            self.running.append(self.waiting.popleft())
+
+    def _sample(self, logits: jax.Array, step: Step) -> np.ndarray:
+        """Token of each row of the logits."""
+        rows = logits.shape[0]
+        seeds, steps, top_k = np.zeros(rows, np.uint32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        temperature, top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+        for piece in step.pieces:
+            sequence, row = self.running[piece.request], piece.logits_row
+            seeds[row], steps[row] = sequence.sampling.seed, sequence.drawn
+            temperature[row], top_k[row] = sequence.sampling.temperature, sequence.sampling.top_k
+            top_p[row] = sequence.sampling.top_p
+        logits = jax.device_put(logits, self._replicated)[:, : self.model.config.vocab_size]
+        keys = request_keys(jnp.asarray(seeds), jnp.asarray(steps))
+        return np.asarray(sample(logits, keys, temperature, top_k, top_p))
+
+    def _take(self, sequence: _Sequence, token: int) -> TokenEvent:
+        """Give a request its next token, and its pages back if that ends it."""
+        sequence.drawn += 1
+        allocator = self.allocators[sequence.group]
+        if self.options.prefix_reuse:
+            allocator.publish_prefix(sequence.tokens, sequence.pages.tolist())
+        finished = None
+        if token in self.model.config.eos_token_ids and not sequence.ignore_eos:
+            finished = "eos"
+        elif (
+            sequence.drawn == sequence.max_new_tokens
+            or len(sequence.tokens) >= self.model.config.max_position_embeddings
+        ):
+            finished = "length"
+        if finished is None:
+            sequence.append(token)
+        else:
+            allocator.free(sequence.pages.tolist())
+        return TokenEvent(sequence.number, token, finished)

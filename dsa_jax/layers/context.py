@@ -1,0 +1,190 @@
+"""What the layers of a step share: where the keys are and which of them each row sees, on one rank."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsa_jax.batch import StepInputs
+from dsa_jax.cache import CacheGeometry, PagedCache
+from dsa_jax.config import ModelConfig
+from dsa_jax.layers.rope import cos_sin
+from pallas_kernels.ckv_records import RecordFormat, append, read
+from sharding.ckv_gather import remap
+from sharding.indexer_sharding import IndexSharding, index_shard
+from sharding.local_keys import KeyLayout, history_slots, key_layout, local_rows
+from sharding.mesh import DCP
+from sharding.ownership import slot_mapping
+from sharding.policy import Decision
+from sharding.row_partition import RowPlan
+from sharding.rows import row_positions, row_requests
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What besides the shapes of its arguments makes a step a program of its own.
+
+    Attributes:
+      decision: The sharded path.
+      ckv_rows: Rows of the buffer that holds a rank's records of the step.
+      index_rows: Rows of the buffer that holds a rank's index keys.
+      implementation: Implementation of the kernels, or None for the fastest the device supports.
+      workspace_bytes: Bound on the temporaries of one operation, in bytes.
+      return_selected: Whether selections are returned.
+    """
+
+    decision: Decision
+    ckv_rows: int
+    index_rows: int
+    implementation: str | None = None
+    workspace_bytes: int = 1 << 30
+    return_selected: bool = False
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        """Arguments that every operation takes."""
+        return {"workspace_bytes": self.workspace_bytes, "implementation": self.implementation}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeyBuffer:
+    """One kind of keys (records, or index keys) of a step on one rank; see `sharding.local_keys`.
+
+    Attributes:
+      layout: Where each rank holds the keys of each request.
+      slots: Cache slot behind each buffer row [rows] int32, -1 where there is no history.
+      own: Buffer row of each of the step's own keys [T] int32, -1 where another rank holds it and for padding.
+      write: Cache slot of each of the step's own keys [T] int32, -1 likewise.
+      fmt: Format of the keys.
+    """
+
+    layout: KeyLayout
+    slots: jax.Array
+    own: jax.Array
+    write: jax.Array
+    fmt: RecordFormat = dataclasses.field(metadata={"static": True})
+
+    def fill(self, pages: jax.Array, layer: jax.Array, own: jax.Array) -> jax.Array:
+        """All keys of the step that this rank holds: the history out of the cache, the step's own put behind it.
+
+        Args:
+          pages: The cache, only read.
+          layer: Which layer of it, int32 scalar.
+          own: The step's own records [T, width].
+
+        Returns:
+          [rows, width]; rows that belong to no key are 0.
+        """
+        history = read(self.fmt, pages, self.slots, layer=layer)
+        # Rows that are dropped get indices of their own: XLA stores unique rows without compare-and-swap.
+        rows = history.shape[0]
+        target = jnp.where(self.own < 0, rows + jnp.arange(self.own.shape[0], dtype=jnp.int32), self.own)
+        return history.at[target].set(own, mode="drop", wrap_negative_indices=False, unique_indices=True)
+
+    def store(self, pages: jax.Array, records: jax.Array) -> jax.Array:
+        """Write the own records of all layers [layers, T, width] into the cache."""
+        return append(self.fmt, pages, records, self.write)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """Arrays of one data group on one rank.
+
+    Attributes:
+      cos: Cosine of the rotary angles [T, rope / 2] float32.
+      sin: Sine [T, rope / 2] float32.
+      requests: Request of each row [T] int32, -1 for padding.
+      visible: Keys that each row sees, over all ranks [T] int32, 0 for padding.
+      ckv: The records.
+      index_keys: The index keys.
+      gathered_own: Rows of the step's own records in a gathered buffer [T] int32, -1 for padding.
+      plan: Which rank selects for which rows, or None.
+      options: Static options of the step.
+      index_sharding: How the index keys are dealt.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    requests: jax.Array
+    visible: jax.Array
+    ckv: KeyBuffer
+    index_keys: KeyBuffer
+    gathered_own: jax.Array
+    plan: RowPlan | None
+    options: StepOptions = dataclasses.field(metadata={"static": True})
+    index_sharding: IndexSharding = dataclasses.field(metadata={"static": True})
+
+
+def _key_buffer(
+    inputs: StepInputs, requests: jax.Array, positions: jax.Array, fmt: RecordFormat, rank: jax.Array, **dealt: int
+) -> KeyBuffer:
+    rows, page_size = dealt.pop("rows"), dealt.pop("page_size")
+    interleave = dealt["interleave"]
+    query_lens = inputs.query_start_loc[1:] - inputs.query_start_loc[:-1]
+    layout = key_layout(inputs.seq_lens, ranks=dealt["ranks"], interleave=interleave)
+    slots = history_slots(
+        layout,
+        inputs.seq_lens - query_lens,
+        inputs.block_table,
+        rank,
+        rows=rows,
+        interleave=interleave,
+        page_size=page_size,
+    )
+    own = local_rows(layout, positions, requests, rank, interleave=interleave)
+    write = slot_mapping(positions, requests, inputs.block_table, rank, page_size=page_size, **dealt)
+    return KeyBuffer(layout, slots, own, jnp.where(requests < 0, -1, write), fmt)
+
+
+def make_context(config: ModelConfig, inputs: StepInputs, geometry: CacheGeometry, options: StepOptions) -> StepContext:
+    """Derive what the layers share from a step's lengths and block table; inside `shard_map`."""
+    rows = inputs.tokens.shape[0]
+    requests = row_requests(inputs.query_start_loc, rows)
+    positions = row_positions(inputs.seq_lens, inputs.query_start_loc, rows)
+    cos, sin = cos_sin(config.rope, config.qk_rope_head_dim, positions)
+    sharding = IndexSharding(geometry.index_shards, geometry.interleave, options.decision.merge)
+    ckv = _key_buffer(
+        inputs,
+        requests,
+        positions,
+        geometry.ckv,
+        jax.lax.axis_index(DCP),
+        ranks=geometry.dcp,
+        interleave=geometry.interleave,
+        rows=options.ckv_rows,
+        page_size=geometry.page_size,
+    )
+    index_keys = _key_buffer(
+        inputs,
+        requests,
+        positions,
+        geometry.index_keys,
+        index_shard(sharding),
+        ranks=geometry.index_shards,
+        interleave=geometry.interleave,
+        rows=options.index_rows,
+        page_size=geometry.index_page_size,
+    )
+    own = remap(positions[:, None], requests, ckv.layout, rows=options.ckv_rows, interleave=geometry.interleave)
+    return StepContext(
+        cos=cos,
+        sin=sin,
+        requests=requests,
+        visible=positions + 1,
+        ckv=ckv,
+        index_keys=index_keys,
+        gathered_own=own[:, 0],
+        plan=inputs.plan,
+        options=options,
+        index_sharding=sharding,
+    )
+
+
+def write_cache(cache: PagedCache, context: StepContext, records: jax.Array, index_keys: jax.Array) -> PagedCache:
+    """The cache with the step's own records [layers, T, width] and index keys [full layers, T, width] written."""
+    return PagedCache(
+        context.ckv.store(cache.ckv, records), context.index_keys.store(cache.index_keys, index_keys), cache.geometry
+    )

@@ -1,0 +1,60 @@
+"""Grouped matmul of the experts through jax's own kernels."""
+
+import jax
+import jax.numpy as jnp
+
+from dsa_jax.layers.linear import precision_for
+
+# `lax.ragged_dot` contracts rows [m, k] with weights [g, n, k]: the orientation of the checkpoints.
+_DIMENSIONS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def _portable(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    out = jax.lax.ragged_dot_general(
+        rows,
+        weights,
+        group_sizes,
+        _DIMENSIONS,
+        precision=precision_for(rows.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return out.astype(rows.dtype)
+
+
+def _hopper(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    # Imported here: the module needs a GPU build of Mosaic's dialects and absl.
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    return ragged_dot(
+        rows,
+        weights,
+        group_sizes=group_sizes,
+        block_m=128,
+        block_n=128,
+        block_k=64,
+        max_concurrent_steps=4,
+        grid_block_n=8,
+        transpose_rhs=True,
+    )
+
+
+def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Multiply consecutive groups of rows with their group's weight.
+
+    On an NVIDIA GPU `lax.ragged_dot` is a dense product over all groups; jax's Mosaic kernel for Hopper computes only
+    what the groups ask for and is chosen there for the shapes it takes.
+
+    Args:
+      rows: [M, K] float32 or bfloat16, sorted by group.
+      weights: [G, N, K] of the same dtype.
+      group_sizes: Rows of each group [G] int32; their sum may be below M.
+
+    Returns:
+      [M, N] of rows' dtype. Rows behind the last group are unspecified.
+    """
+    hopper_takes = rows.dtype == jnp.bfloat16 and rows.shape[1] % 64 == 0 and weights.shape[1] % 128 == 0
+    if not hopper_takes:
+        return _portable(rows, weights, group_sizes)
+    return jax.lax.platform_dependent(rows, weights, group_sizes, cuda=_hopper, default=_portable)

@@ -1,0 +1,63 @@
+"""Linear maps and norms, with weights in the orientation of Hugging Face checkpoints."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsa_jax.params import declare
+
+
+def precision_for(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """Precision of a matmul: GPUs would round float32 operands to TF32 otherwise."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def contract(subscripts: str, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Einsum of two operands, accumulated in float32 and rounded once to `dtype` (None: x's dtype)."""
+    out = jnp.einsum(subscripts, x, weight, precision=precision_for(x.dtype), preferred_element_type=jnp.float32)
+    return out.astype(x.dtype if dtype is None else dtype)
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T` with weight [out, in]."""
+
+    def __init__(self, out_features: int, in_features: int, *, axes=(None, None), stack=None, stored=None):
+        """Declare the weight; see `dsa_jax.params.declare` for `axes`, `stack` and `stored`."""
+        self.weight = declare(out_features, in_features, axes=axes, stack=stack, stored=stored)
+
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        """Map x [..., in] to [..., out] of `dtype` (None: x's dtype)."""
+        return contract("...i,oi->...o", x, self.weight[...], dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm, computed in float32."""
+
+    def __init__(self, features: int, eps: float, *, stack=None):
+        """Declare the weight [features]."""
+        self.weight = declare(features, stack=stack)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last axis."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm with bias, computed in float32."""
+
+    def __init__(self, features: int, eps: float, *, stack=None):
+        """Declare the weight and the bias [features]."""
+        self.weight = declare(features, stack=stack)
+        self.bias = declare(features, stack=stack)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last axis."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)

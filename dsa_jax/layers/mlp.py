@@ -1,0 +1,116 @@
+"""Dense MLP and mixture of experts, each rank holding a share; outputs are partial sums over TP."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsa_jax.config import ModelConfig
+from dsa_jax.layers.grouped_matmul import grouped_matmul
+from dsa_jax.layers.linear import Linear
+from dsa_jax.params import declare, round_up
+from sharding.mesh import TP_AXES
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))` with the intermediate features split over TP."""
+
+    def __init__(self, hidden: int, intermediate: int, tp: int, *, stack=None):
+        """Declare the parameters; the intermediate size is padded to a multiple of `tp`."""
+        padded = round_up(intermediate, tp)
+        rows = {"axes": ("mlp", None), "stack": stack, "stored": (intermediate, hidden)}
+        self.gate_proj = Linear(padded, hidden, **rows)
+        self.up_proj = Linear(padded, hidden, **rows)
+        self.down_proj = Linear(hidden, padded, axes=(None, "mlp"), stack=stack, stored=(hidden, intermediate))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Partial output [T, hidden] of x [T, hidden]."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(nnx.Module):
+    """Sigmoid router with a correction bias and group-limited choice (DeepSeek-V3, "noaux_tc")."""
+
+    def __init__(self, config: ModelConfig, *, stack=None):
+        """Declare the parameters, replicated over TP."""
+        assert config.moe is not None
+        self.weight = declare(config.moe.num_experts, config.hidden_size, stack=stack)
+        self.e_score_correction_bias = declare(config.moe.num_experts, stack=stack, dtype=jnp.float32)
+        self.moe = config.moe
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Experts [T, k] int32 of each row of x [T, hidden], and their weights [T, k] float32."""
+        moe = self.moe
+        scores = jnp.einsum(
+            "ti,ei->te",
+            x.astype(jnp.float32),
+            self.weight[...].astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        scores = jax.nn.sigmoid(scores)
+        choice = scores + self.e_score_correction_bias[...]
+        if moe.n_group > 1:
+            grouped = choice.reshape(-1, moe.n_group, moe.num_experts // moe.n_group)
+            group_score = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)  # [T, groups]
+            kept = jax.lax.top_k(group_score, moe.topk_group)[1]
+            mask = jnp.any(jax.nn.one_hot(kept, moe.n_group, dtype=jnp.bool_), axis=1)
+            choice = jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+        experts = jax.lax.top_k(choice, moe.num_experts_per_tok)[1].astype(jnp.int32)
+        weights = jnp.take_along_axis(scores, experts, axis=1)
+        if moe.norm_topk_prob:
+            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+        return experts, weights * moe.routed_scaling_factor
+
+
+class Experts(nnx.Module):
+    """Routed experts, whole experts split over TP; each rank serves all rows with its own experts."""
+
+    def __init__(self, config: ModelConfig, tp: int, *, stack=None):
+        """Declare the parameters; the number of experts is padded to a multiple of `tp`."""
+        assert config.moe is not None
+        count, width, hidden = config.moe.num_experts, config.moe.intermediate_size, config.hidden_size
+        padded = round_up(count, tp)
+        axes = ("experts", None, None)
+        rows = {"axes": axes, "stack": stack, "stored": (count, width, hidden)}
+        self.gate_proj = declare(padded, width, hidden, **rows)
+        self.up_proj = declare(padded, width, hidden, **rows)
+        self.down_proj = declare(padded, hidden, width, axes=axes, stack=stack, stored=(count, hidden, width))
+
+    def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+        """Partial output [T, hidden] of x [T, hidden] for its experts [T, k] int32 and weights [T, k] float32.
+
+        Assignments are sorted by local expert, those of other ranks last, for one grouped matmul over all experts.
+        """
+        local = self.gate_proj.shape[0]
+        choices = experts.shape[1]
+        ids = (experts - jax.lax.axis_index(TP_AXES) * local).reshape(-1)
+        owned = (ids >= 0) & (ids < local)
+        ids = jnp.where(owned, ids, local)
+        order = jnp.argsort(ids)  # stable
+        sizes = jnp.bincount(ids, length=local + 1)[:local].astype(jnp.int32)
+        rows = x[order // choices]  # [T * k, hidden]
+        gated = jax.nn.silu(grouped_matmul(rows, self.gate_proj[...], sizes))
+        gated = gated * grouped_matmul(rows, self.up_proj[...], sizes)
+        out = grouped_matmul(gated, self.down_proj[...], sizes)
+        # Rows of other ranks' experts are whatever the library leaves behind its last group.
+        out = out[jnp.argsort(order)].reshape(-1, choices, x.shape[1])
+        out = jnp.where(owned.reshape(-1, choices)[:, :, None], out.astype(jnp.float32), 0.0)
+        return jnp.einsum("tkd,tk->td", out, weights, precision=jax.lax.Precision.HIGHEST).astype(x.dtype)
+
+
+class MoE(nnx.Module):
+    """Routed experts plus shared experts."""
+
+    def __init__(self, config: ModelConfig, tp: int, *, stack=None):
+        """Declare the parameters."""
+        assert config.moe is not None
+        self.gate = Router(config, stack=stack)
+        self.experts = Experts(config, tp, stack=stack)
+        if config.moe.num_shared_experts:
+            width = config.moe.intermediate_size * config.moe.num_shared_experts
+            self.shared_experts = GatedMLP(config.hidden_size, width, tp, stack=stack)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Partial output [T, hidden] of x [T, hidden]."""
+        experts, weights = self.gate(x)
+        out = self.experts(x, experts, weights)
+        return out + self.shared_experts(x) if hasattr(self, "shared_experts") else out
