@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_array, check_same_dtype
-from pallas_kernels.lightning_indexer import reference
+from pallas_kernels.lightning_indexer import mosaic_hopper, reference
 
 OP = "lightning_indexer"
 OPERAND_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn)
@@ -53,7 +53,7 @@ def lightning_indexer(
       k_scale: Scale of each key [S] float32, or None for 1.
       clean_logits: Whether scores outside a row's range are set to -inf. When False they are unspecified, which
         is cheaper; use it only with a consumer that respects the same ranges, such as `topk`.
-      implementation: "mosaic_hopper", "triton" or "reference"; None takes the first that supports the call and
+      implementation: "mosaic_hopper" or "reference"; None takes the first that supports the call and
         the device.
 
     Returns:
@@ -63,5 +63,13 @@ def lightning_indexer(
       ValueError: An argument has the wrong shape or dtype, or the implementation cannot run the call.
     """
     check_operands(OP, q, k, weights, key_start, key_end, k_scale)
-    dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
-    return reference.lightning_indexer(q, k, weights, key_start, key_end, k_scale=k_scale, clean_logits=clean_logits)
+    chosen = dispatch.resolve(
+        OP,
+        implementation,
+        {
+            "mosaic_hopper": (lambda: mosaic_hopper.why_not(q), dispatch.needs_compute_capability(9)),
+            "reference": (dispatch.always, dispatch.always),
+        },
+    )
+    score = {"mosaic_hopper": mosaic_hopper.lightning_indexer, "reference": reference.lightning_indexer}[chosen]
+    return score(q, k, weights, key_start, key_end, k_scale=k_scale, clean_logits=clean_logits)
