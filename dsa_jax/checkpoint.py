@@ -22,6 +22,7 @@ from dsa_jax.native_checkpoint import (
     is_native,
     load_native,
     pieces_of,
+    read_native_headers,
     save_native,
     save_parts,
 )
@@ -36,9 +37,11 @@ __all__ = [
     "convert",
     "describe",
     "find_nonfinite",
+    "fp8_tensors",
     "is_native",
     "load_native",
     "load_safetensors",
+    "native_fp8",
     "save_native",
 ]
 
@@ -173,6 +176,18 @@ def convert(
         save_parts(out_folder, extra_files, parts())
 
 
+def fp8_tensors(folder: Path | str) -> frozenset[str]:
+    """Names of the tensors of a safetensors checkpoint that are block-scaled FP8."""
+    headers = read_headers(folder)
+    return frozenset(n for n, h in headers.items() if h.dtype == _QUANTIZED and n + SCALE_SUFFIX in headers)
+
+
+def native_fp8(folder: Path | str, parameters: Iterable[str]) -> frozenset[str]:
+    """Those of the parameters that a native checkpoint keeps in FP8 with scales."""
+    pieces = read_native_headers(folder)
+    return frozenset(name for name in parameters if any(piece.startswith(name + SCALE_SUFFIX) for piece in pieces))
+
+
 def _batch_bytes(max_bytes_in_flight: int) -> int:
     """Bytes of one batch: two are in memory at a time, and the chunks being read take the rest."""
     return max(1, max_bytes_in_flight * 3 // 8)
@@ -236,7 +251,7 @@ def _check(
     missing: list[str] = []
     expected: set[str] = set()
     stored: dict[str, StoredTensor] = {}
-    for source in (source for spec in specs.values() for source in spec.sources):
+    for spec, source in ((spec, source) for spec in specs.values() for source in spec.sources):
         expected.add(source.name)
         header = headers.get(source.name)
         if header is None:
@@ -244,7 +259,10 @@ def _check(
             continue
         problems += _source_problems(source, header, block_size)
         scale = None
-        if header.dtype == _QUANTIZED and block_size is not None:
+        keeps_fp8 = spec.dtype is not None and spec.dtype == _DTYPES[_QUANTIZED]
+        if keeps_fp8 and header.dtype != _QUANTIZED:
+            problems.append(f"tensor {header.name!r} has dtype {header.dtype}, the model keeps {_QUANTIZED}")
+        if header.dtype == _QUANTIZED and block_size is not None and not keeps_fp8:
             scale = source.name + SCALE_SUFFIX
             expected.add(scale)
             problems += _scale_problems(scale, header, headers.get(scale), block_size)

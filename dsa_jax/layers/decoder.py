@@ -153,7 +153,7 @@ class DecoderLayer(nnx.Module):
             record = pack(context.ckv.fmt, attention.record(hidden, context.cos, context.sin))
             values = attend(
                 attention.absorbed_query(q_latent, context.cos, context.sin),
-                attention.value_rows(),
+                attention.value_rows(hidden.dtype),
                 cache.ckv,
                 layer,
                 record,

@@ -8,6 +8,7 @@ from dsa_jax.config import ModelConfig
 from dsa_jax.layers.grouped_matmul import grouped_matmul
 from dsa_jax.layers.linear import Linear
 from dsa_jax.params import declare, round_up
+from dsa_jax.quantization import SCALE_SUFFIX
 from sharding.mesh import TP_AXES
 
 
@@ -64,6 +65,8 @@ class Router(nnx.Module):
 class Experts(nnx.Module):
     """Routed experts, whole experts split over TP; each rank serves all rows with its own experts."""
 
+    FP8 = ("gate_proj", "up_proj", "down_proj")
+
     def __init__(self, config: ModelConfig, tp: int, *, stack=None):
         """Declare the parameters; the number of experts is padded to a multiple of `tp`."""
         assert config.moe is not None
@@ -88,13 +91,19 @@ class Experts(nnx.Module):
         order = jnp.argsort(ids)  # stable
         sizes = jnp.bincount(ids, length=local + 1)[:local].astype(jnp.int32)
         rows = x[order // choices]  # [T * k, hidden]
-        gated = jax.nn.silu(grouped_matmul(rows, self.gate_proj[...], sizes))
-        gated = gated * grouped_matmul(rows, self.up_proj[...], sizes)
-        out = grouped_matmul(gated, self.down_proj[...], sizes)
+        gated = jax.nn.silu(self._matmul("gate_proj", rows, sizes)) * self._matmul("up_proj", rows, sizes)
+        out = self._matmul("down_proj", gated, sizes)
         # Rows of other ranks' experts are whatever the library leaves behind its last group.
         out = out[jnp.argsort(order)].reshape(-1, choices, x.shape[1])
         out = jnp.where(owned.reshape(-1, choices)[:, :, None], out.astype(jnp.float32), 0.0)
         return jnp.einsum("tkd,tk->td", out, weights, precision=jax.lax.Precision.HIGHEST).astype(x.dtype)
+
+    def _matmul(self, name: str, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Rows sorted by local expert through the weights `name` of their experts."""
+        scale = getattr(self, name + SCALE_SUFFIX, None)
+        if scale is None:
+            return grouped_matmul(rows, getattr(self, name)[...], sizes)
+        return grouped_matmul(rows, getattr(self, name)[...], sizes, scale=scale[...], block=self.block)
 
 
 class MoE(nnx.Module):
