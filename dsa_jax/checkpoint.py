@@ -251,7 +251,7 @@ def _check(
     missing: list[str] = []
     expected: set[str] = set()
     stored: dict[str, StoredTensor] = {}
-    for spec, source in ((spec, source) for spec in specs.values() for source in spec.sources):
+    for source, dtype in ((source, spec.dtype) for spec in specs.values() for source in spec.sources):
         expected.add(source.name)
         header = headers.get(source.name)
         if header is None:
@@ -259,7 +259,7 @@ def _check(
             continue
         problems += _source_problems(source, header, block_size)
         scale = None
-        keeps_fp8 = spec.dtype is not None and spec.dtype == _DTYPES[_QUANTIZED]
+        keeps_fp8 = dtype is not None and dtype == _DTYPES[_QUANTIZED]
         if keeps_fp8 and header.dtype != _QUANTIZED:
             problems.append(f"tensor {header.name!r} has dtype {header.dtype}, the model keeps {_QUANTIZED}")
         if header.dtype == _QUANTIZED and block_size is not None and not keeps_fp8:

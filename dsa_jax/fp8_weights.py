@@ -86,7 +86,7 @@ def _declare_fp8(module: nnx.Module, name: str, block: tuple[int, int]) -> None:
         dtype=jnp.float32,
     )
     setattr(module, name + SCALE_SUFFIX, scales)
-    setattr(module, "block", block)
+    module.block = block
 
 
 def dequantize_shard(weight: nnx.Param, scale: nnx.Param, block: tuple[int, int], dtype: jnp.dtype) -> jax.Array:

@@ -29,7 +29,7 @@ class Linear(nnx.Module):
         self.weight = declare(out_features, in_features, axes=axes, stack=stack, stored=stored)
 
     def values(self, dtype: jnp.dtype) -> jax.Array:
-        """This rank's share of the weight; in `dtype` if it is kept in FP8, as it is otherwise."""
+        """Share of the weight that this rank holds; in `dtype` if it is kept in FP8, as it is otherwise."""
         if not hasattr(self, "weight_scale_inv"):
             return self.weight[...]
         return dequantize_shard(self.weight, self.weight_scale_inv, self.block, dtype)
