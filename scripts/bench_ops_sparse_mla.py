@@ -42,6 +42,7 @@ def _error(out, q, kv, ids) -> float:
         softmax_scale=SCALE,
         kv_lora_rank=LATENT,
         num_valid=None,
+        kv_format=None,
         out_dtype=jnp.dtype(jnp.float32),
         workspace_bytes=1 << 30,
     )
