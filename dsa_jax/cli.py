@@ -76,6 +76,7 @@ def _add_model_flags(
     for switch, meaning in SWITCHES.items():
         flag = "--" + switch.replace("_", "-")
         path.add_argument(flag, dest=switch, action=argparse.BooleanOptionalAction, default=None, help=meaning)
+    path.add_argument("--expert-exchange", action="store_true", help="send rows to the ranks of their experts")
     path.add_argument("--ckv-gather-min-tokens", type=_natural, help="gather when a step has more new tokens")
     path.add_argument("--ckv-gather-max-tokens", type=_natural, help="gather when a step has no more tokens in all")
     path.add_argument("--query-split-min-rows", type=_natural, help="split when a rank gets as many rows")

@@ -42,6 +42,11 @@ def policy_from_flags(args: argparse.Namespace) -> PrefillPolicy:
     return dataclasses.replace(base, index_replicas=args.index_replicas, **given)
 
 
+def execution_from_flags(args: argparse.Namespace) -> Execution:
+    """How steps run, as the flags say."""
+    return Execution(policy=policy_from_flags(args), expert_exchange=args.expert_exchange)
+
+
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
     return EngineOptions(
         chunk_size=args.chunk_size,
@@ -50,7 +55,7 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
         index_format=args.index_format,
         interleave=args.interleave,
         index_replicas=args.index_replicas,
-        execution=Execution(policy=policy_from_flags(args)),
+        execution=execution_from_flags(args),
     )
 
 

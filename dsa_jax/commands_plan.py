@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dsa_jax.commands import policy_from_flags
+from dsa_jax.commands import execution_from_flags
 from dsa_jax.config import ConfigError, ModelConfig
 from dsa_jax.gpu_target import TARGETS
 from dsa_jax.plan import Plan, PlanOptions, make_plan
 from dsa_jax.plan_compile import CompiledPlan, compile_plan
-from dsa_jax.step import Execution
 
 DECIDED = ("query_split", "partition", "merge", "index_shards", "ckv_gather", "token_split", "prefetch", "select_all")
 
@@ -47,7 +46,7 @@ def _options(args: argparse.Namespace, config: ModelConfig) -> PlanOptions:
         page_size=args.page_size,
         interleave=args.interleave,
         index_replicas=args.index_replicas,
-        execution=Execution(policy=policy_from_flags(args)),
+        execution=execution_from_flags(args),
     )
 
 

@@ -156,6 +156,7 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh | Abstra
         index_rows=step.index_rows,
         implementation=options.execution.implementation,
         workspace_bytes=options.execution.workspace_bytes,
+        expert_exchange=options.execution.expert_exchange,
     )
     return AbstractStep(model, cache_shapes(config, geometry, pages, mesh), inputs, step_options)
 
