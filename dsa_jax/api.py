@@ -1,5 +1,6 @@
 """Loading a model, the entry point of the library."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,6 +14,8 @@ from dsa_jax.config import ModelConfig
 from dsa_jax.fp8_weights import fp8_candidates, fp8_parameters
 from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_specs
 from sharding.mesh import make_mesh
+
+_log = logging.getLogger(__name__)
 
 Weights = Literal["auto", "fp8", "dequantized"]
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
@@ -63,6 +66,7 @@ def from_pretrained(
     specs = parameter_specs(model)
     if checkpoint.is_native(path):
         return fill_parameters(model, checkpoint.load_native(path, specs, mesh, dtype, progress=progress))
+    _log_skipped(path, config)
     arrays = checkpoint.load_safetensors(
         path, specs, mesh, dtype, ignored=ignored_tensors(config), block_size=block_size(config), progress=progress
     )
@@ -101,13 +105,26 @@ def ignored_tensors(config: ModelConfig) -> Callable[[str], bool]:
     These are the multi-token-prediction layers behind the last layer, the rotary tables of old exports, and a copy of
     tied embeddings.
     """
-    mtp = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
+    mtp = _mtp_prefixes(config)
 
     def ignored(name: str) -> bool:
         tied = config.tie_word_embeddings and name == "lm_head.weight"
-        return tied or name.endswith("rotary_emb.inv_freq") or (bool(mtp) and name.startswith(mtp))
+        return tied or name.endswith("rotary_emb.inv_freq") or name.startswith(mtp)
 
     return ignored
+
+
+def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Beginnings of the names of the multi-token-prediction layers' tensors."""
+    return tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
+
+
+def _log_skipped(path: str | Path, config: ModelConfig) -> None:
+    """Say in one line that weights for multi-token prediction are left out, if there are any."""
+    names = [name for name in checkpoint.tensor_names(path) if name.startswith(_mtp_prefixes(config))]
+    if names:
+        layers = ", ".join(sorted({name.split(".")[2] for name in names}, key=int))
+        _log.info("skipped %d tensors of multi-token prediction (layer %s)", len(names), layers)
 
 
 def block_size(config: ModelConfig) -> tuple[int, int] | None:
@@ -139,6 +156,7 @@ def convert(
     mesh = make_mesh()
     dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     kept = _fp8_parameters(source, config, mesh, dtype, weights)
+    _log_skipped(source, config)
     extra = [Path(source) / name for name in COPIED_FILES if (Path(source) / name).is_file()]
     checkpoint.convert(
         source,

@@ -1,8 +1,10 @@
 """The command line `dsa-jax`: results on stdout, progress on stderr, exit code 2 and one line for a user's mistake."""
 
 import argparse
+import contextlib
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dsa_jax import commands, commands_plan
@@ -150,11 +152,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _messages_on_stderr() -> Iterator[None]:
+    """Show what the package has to say while a command runs, such as which weights it skipped."""
+    logger, handler = logging.getLogger("dsa_jax"), logging.StreamHandler(sys.stderr)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        with _messages_on_stderr():
+            args.run(args)
     except BrokenPipeError:
         return 1
     except (ValueError, OSError, OutOfPagesError) as error:
