@@ -34,11 +34,14 @@ class Execution:
       policy: Which sharded paths a step may take.
       implementation: Implementation of the kernels, or None for the fastest the device supports.
       workspace_bytes: Bound on the temporaries of one operation, in bytes.
+      expert_exchange: Whether ranks send rows to their experts. The residual stream is the same on every rank, so that
+        all rows are where their experts are already: an exchange moves more bytes and routes a share of the rows.
     """
 
     policy: PrefillPolicy = dataclasses.field(default_factory=PrefillPolicy)
     implementation: str | None = None
     workspace_bytes: int = 1 << 30
+    expert_exchange: bool = False
 
 
 def attention_facts(config: ModelConfig, geometry: CacheGeometry, dtype: jax.typing.DTypeLike) -> AttentionFacts:
@@ -216,6 +219,7 @@ class StepRunner:
             implementation=self.execution.implementation,
             workspace_bytes=self.execution.workspace_bytes,
             return_selected=return_selected,
+            expert_exchange=self.execution.expert_exchange,
         )
         inputs = dataclasses.replace(step.inputs, plan=plan)
         return jax.device_put(inputs, self._inputs_sharding), options

@@ -32,6 +32,7 @@ class StepOptions:
       implementation: Implementation of the kernels, or None for the fastest the device supports.
       workspace_bytes: Bound on the temporaries of one operation, in bytes.
       return_selected: Whether selections are returned.
+      expert_exchange: Whether ranks send rows to their experts instead of serving all rows with their own.
     """
 
     decision: Decision
@@ -40,6 +41,7 @@ class StepOptions:
     implementation: str | None = None
     workspace_bytes: int = 1 << 30
     return_selected: bool = False
+    expert_exchange: bool = False
 
     @property
     def kernels(self) -> dict[str, Any]:

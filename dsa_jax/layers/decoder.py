@@ -153,7 +153,7 @@ class DecoderLayer(nnx.Module):
             record = pack(context.ckv.fmt, attention.record(hidden, context.cos, context.sin))
             values = attend(
                 attention.absorbed_query(q_latent, context.cos, context.sin),
-                attention.value_rows(),
+                attention.value_rows(hidden.dtype),
                 cache.ckv,
                 layer,
                 record,
@@ -164,7 +164,8 @@ class DecoderLayer(nnx.Module):
             )
             x = carry.x + jax.lax.psum(attention.output(values), TP_AXES)
         with jax.named_scope("mlp"):
-            x = x + jax.lax.psum(self.mlp(self.post_attention_layernorm(x)), TP_AXES)
+            exchange = {"exchange": options.expert_exchange} if self.kind.sparse_mlp else {}
+            x = x + jax.lax.psum(self.mlp(self.post_attention_layernorm(x), **exchange), TP_AXES)
         if ahead is not None:
             # Ties the gather to this layer: it starts before the layer's work and is awaited behind it.
             x, ahead = jax.lax.optimization_barrier((x, ahead))
