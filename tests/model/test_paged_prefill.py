@@ -13,7 +13,7 @@ from dsa_jax.cache import CacheGeometry, PagedCache, init_cache
 from dsa_jax.model import Model
 from dsa_jax.prefill import Batch, prefill
 from dsa_jax.step import StepRunner
-from tests.support import answers, as_sets, assert_selected, geometry, load_model, prompt
+from tests.support import answers, assert_selected, geometry, load_model, prompt
 
 VARIANT = "glm52"  # layers that share a selection among them
 TOLERANCE = 5e-5
