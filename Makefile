@@ -5,22 +5,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 OLDEST := .venv-oldest
+NEWEST_AOT := .venv-newest-aot
 DEMO := demo_checkpoint
 
-.PHONY: demo test test-oldest lint clean
+.PHONY: demo test test-oldest test-aot lint clean
+
+define make_venv
+	@test -n "$(PYTHON)" || { echo "dsa_jax needs Python 3.12 or newer; set PYTHON=/path/to/python" >&2; exit 2; }
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install -q --upgrade pip
+endef
+
+# jax with its CUDA plugin, to compile for GPUs that are not there: no driver, no CUDA libraries, only the assembler.
+define make_aot_venv
+	$(call make_venv,$(1))
+	$(1)/bin/python -m pip install -q -e '.[test]' $(2)
+	version=$$($(1)/bin/python -c 'import importlib.metadata as m; print(m.version("jaxlib"))') && \
+		$(1)/bin/python -m pip install -q --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+	command -v ptxas >/dev/null || $(1)/bin/python -m pip install -q --no-deps 'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'
+	touch $(1)/.installed
+endef
 
 $(BIN)/.installed: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "dsa_jax needs Python 3.12 or newer; set PYTHON=/path/to/python" >&2; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
+	$(call make_venv,$(VENV))
 	$(BIN)/python -m pip install -q -e '.[dev]'
-	touch $@
-
-$(OLDEST)/bin/.installed: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "dsa_jax needs Python 3.12 or newer; set PYTHON=/path/to/python" >&2; exit 2; }
-	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q --upgrade pip
-	$(OLDEST)/bin/python -m pip install -q -e '.[test]' 'jax==0.11.2' 'jaxlib==0.11.2'
 	touch $@
 
 # A tiny random GLM checkpoint, prefilled and decoded on 8 virtual CPU devices.
@@ -38,8 +46,19 @@ lint: $(BIN)/.installed
 test: $(BIN)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not aot"
 
-test-oldest: $(OLDEST)/bin/.installed
+test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -m quick
+
+$(NEWEST_AOT)/.installed: pyproject.toml
+	$(call make_aot_venv,$(NEWEST_AOT),)
+
+$(OLDEST)/.installed: pyproject.toml
+	$(call make_aot_venv,$(OLDEST),'jax==0.11.2' 'jaxlib==0.11.2')
+
+# Compiles the kernels and whole steps for H200s that are not there, on the oldest and the newest jax.
+test-aot: $(NEWEST_AOT)/.installed $(OLDEST)/.installed
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(NEWEST_AOT)/bin/python -m pytest -m aot tests/lowering
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(OLDEST)/bin/python -m pytest -m aot tests/lowering
 
 clean:
 	rm -rf $(VENV) .venv-* build *.egg-info demo_checkpoint

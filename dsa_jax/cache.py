@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsa_jax.config import ModelConfig
 from pallas_kernels.ckv_records import RecordFormat, ckv_format, index_key_format
+from pallas_kernels.ckv_records.api import MAX_SLOTS
 from sharding.mesh import DATA, DCP
 from sharding.ownership import check_ownership
 
@@ -133,10 +134,12 @@ def cache_shapes(config: ModelConfig, geometry: CacheGeometry, pages: int, mesh:
     """Shapes, dtypes and shardings of a cache with `pages` pages for each data group.
 
     Raises:
-      ValueError: `pages` is not positive, or the geometry is for another mesh.
+      ValueError: `pages` is not positive or too large for int32 slots, or the geometry is for another mesh.
     """
     if pages <= 0:
         raise ValueError(f"pages must be positive, got {pages=}")
+    if pages * geometry.index_page_size > MAX_SLOTS:
+        raise ValueError(f"{pages=} of {geometry.index_page_size} index keys are more than int32 slots can name")
     if geometry.dcp != mesh.shape[DCP]:
         raise ValueError(f"the geometry is for dcp={geometry.dcp}, the mesh has dcp={mesh.shape[DCP]}")
     sharding = NamedSharding(mesh, PartitionSpec(None, DATA, DCP))

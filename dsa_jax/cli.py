@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsa_jax import commands
+from dsa_jax.page_allocator import OutOfPagesError
 
 DTYPES = ("bfloat16", "float32")
 KV_FORMATS = ("auto", "float32", "bf16", "fp8_ds_mla", "nvfp4_ds_mla")
 INDEX_FORMATS = ("auto", "float32", "bf16", "fp8")
+SWITCHES = {
+    "query_split": "split the indexer's rows over the ranks that hold the same keys",
+    "ckv_gather": "gather the history of a DCP group instead of its queries",
+    "prefetch": "gather the next layer's history ahead",
+    "token_split": "attend all heads of a share of the rows",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,6 +37,16 @@ def _positive(text: str) -> int:
 _positive.__name__ = "int"  # argparse names the type in its errors
 
 
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
+
+
+_natural.__name__ = "int"
+
+
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of every command that runs the model."""
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="Hugging Face folder or native checkpoint")
@@ -37,14 +54,27 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tp", type=_positive, help="tensor-parallel size (default: most devices that divide the heads)"
     )
-    parser.add_argument("--dcp", type=_positive, default=1, help="decode-context-parallel size")
+    parser.add_argument(
+        "--dcp", type=_positive, default=1, help="ranks that share the cache of a request; divides --tp"
+    )
     parser.add_argument("--data", type=_positive, default=1, help="groups that serve requests of their own")
     parser.add_argument("--chunk-size", type=_positive, default=2048, help="most rows of a prefill step")
-    parser.add_argument("--page-size", type=_positive, default=64, help="tokens of a cache page")
-    parser.add_argument("--kv-format", choices=KV_FORMATS, default="auto", help="format of the cached KV")
-    parser.add_argument("--index-format", choices=INDEX_FORMATS, default="auto", help="format of the index keys")
     parser.add_argument("--latent-norm-eps", type=float, help="eps of the two latent norms (default: 1e-6)")
-    parser.add_argument("--policy", choices=("auto", "stock"), default="auto", help="choice of the sharded path")
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--page-size", type=_positive, default=64, help="tokens of a page on each rank")
+    cache.add_argument("--kv-format", choices=KV_FORMATS, default="auto", help="format of the cached KV")
+    cache.add_argument("--index-format", choices=INDEX_FORMATS, default="auto", help="format of the index keys")
+    cache.add_argument("--interleave", type=_positive, default=1, help="tokens of a run that one DCP rank holds")
+    cache.add_argument("--index-replicas", type=_positive, default=1, help="how often a DCP group holds the index keys")
+    path = parser.add_argument_group("sharded path")
+    path.add_argument("--policy", choices=("auto", "stock"), default="auto", help="choose by cost, or switch all off")
+    for switch, meaning in SWITCHES.items():
+        flag = "--" + switch.replace("_", "-")
+        path.add_argument(flag, dest=switch, action=argparse.BooleanOptionalAction, default=None, help=meaning)
+    path.add_argument("--ckv-gather-min-tokens", type=_natural, help="gather when a step has more new tokens")
+    path.add_argument("--ckv-gather-max-tokens", type=_natural, help="gather when a step has no more tokens in all")
+    path.add_argument("--query-split-min-rows", type=_natural, help="split when a rank gets as many rows")
+    path.add_argument("--query-split-min-context", type=_natural, help="split when a step has as many tokens in all")
 
 
 def _add_prompt_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
@@ -69,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0, help="best tokens kept; 0 keeps all")
     generate.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     generate.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
+    generate.add_argument("--max-pages", type=_positive, help="cache pages a data group; prompts wait for free ones")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     generate.set_defaults(run=commands.run_generate)
 
@@ -106,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
     except BrokenPipeError:
         return 1
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OutOfPagesError) as error:
         if args.debug:
             raise
         message = " ".join(str(error).split())

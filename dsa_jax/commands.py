@@ -11,32 +11,50 @@ import numpy as np
 
 from dsa_jax import checkpoint
 from dsa_jax.api import convert, default_tp, from_pretrained
-from dsa_jax.cache import init_cache
 from dsa_jax.config import ModelConfig
+from dsa_jax.engine import EngineOptions
 from dsa_jax.generate import GenerateOptions, generate, stream
 from dsa_jax.model import Model
 from dsa_jax.prefill import Batch, prefill
 from dsa_jax.sampling import SamplingConfig
-from dsa_jax.step import StepRunner
+from dsa_jax.step import Execution, StepRunner
 from dsa_jax.tiny import write_tiny
 from dsa_jax.tokenizer import Tokenizer
 from sharding.mesh import make_mesh
+from sharding.policy import PrefillPolicy
 
-SUPPORTED_FORMATS = {"float32": ("auto", "float32"), "bfloat16": ("auto", "bf16")}
+POLICY_FLAGS = (
+    "query_split",
+    "ckv_gather",
+    "prefetch",
+    "token_split",
+    "ckv_gather_min_tokens",
+    "ckv_gather_max_tokens",
+    "query_split_min_rows",
+    "query_split_min_context",
+)
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-    """Refuse what the flags offer and this version cannot do."""
-    for flag, value in (("--kv-format", args.kv_format), ("--index-format", args.index_format)):
-        if value not in SUPPORTED_FORMATS[args.dtype]:
-            supported = " or ".join(SUPPORTED_FORMATS[args.dtype])
-            raise ValueError(f"{flag} {value} is not supported with --dtype {args.dtype}: use {supported}")
-    if args.dcp != 1:
-        raise ValueError(f"--dcp {args.dcp} is not supported yet: use --dcp 1")
+def _policy(args: argparse.Namespace) -> PrefillPolicy:
+    """The policy that the flags describe; flags that are not given leave what `--policy` says."""
+    base = PrefillPolicy.stock() if args.policy == "stock" else PrefillPolicy()
+    given = {name: getattr(args, name) for name in POLICY_FLAGS if getattr(args, name) is not None}
+    return dataclasses.replace(base, index_replicas=args.index_replicas, **given)
+
+
+def _engine_options(args: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
+        chunk_size=args.chunk_size,
+        page_size=args.page_size,
+        kv_format=args.kv_format,
+        index_format=args.index_format,
+        interleave=args.interleave,
+        index_replicas=args.index_replicas,
+        execution=Execution(policy=_policy(args)),
+    )
 
 
 def _load(args: argparse.Namespace) -> Model:
-    _check_flags(args)
     config = ModelConfig.from_folder(args.checkpoint, latent_norm_eps=args.latent_norm_eps)
     tp = default_tp(config, len(jax.devices()) // args.data) if args.tp is None else args.tp
     mesh = make_mesh(tp=tp, dcp=args.dcp, data=args.data)
@@ -66,8 +84,8 @@ def run_generate(args: argparse.Namespace) -> None:
         max_new_tokens=args.max_new_tokens,
         sampling=SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed),
         ignore_eos=args.ignore_eos,
-        chunk_size=args.chunk_size,
-        page_size=args.page_size,
+        max_pages=args.max_pages,
+        engine=_engine_options(args),
     )
     prompts, tokenizer = _prompts(args)
     model = _load(args)
@@ -100,14 +118,13 @@ def run_prefill(args: argparse.Namespace) -> None:
         raise ValueError(f"--out: there is no folder {args.out.parent}")
     prompts, _ = _prompts(args)
     model = _load(args)
-    config, groups = model.config, args.data
-    batch = Batch.from_prompts(prompts, config, page_size=args.page_size, groups=groups)
-    cache = init_cache(config, batch.pages, args.page_size, model.dtype, model.mesh)
-    runner = StepRunner(model)
+    options = _engine_options(args)
+    batch = Batch.from_prompts(prompts, model, geometry=options.geometry(model))
+    cache = batch.init_cache(model)
+    runner = StepRunner(model, options.execution)
+    selected = args.out is not None
     started = time.perf_counter()
-    result = prefill(
-        runner, batch, cache, chunk_size=args.chunk_size, logits=args.logits, return_selected=args.out is not None
-    )
+    result = prefill(runner, batch, cache, chunk_size=args.chunk_size, logits=args.logits, return_selected=selected)
     seconds = time.perf_counter() - started - runner.compile_seconds
     if args.out is not None:
         arrays = {}

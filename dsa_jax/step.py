@@ -62,7 +62,14 @@ def decide_step(
     """The path of a step: that of its heaviest data group, since all groups run one program.
 
     A function of lengths that every process knows.
+
+    Raises:
+      ValueError: The policy does not fit the mesh or the cache.
     """
+    if policy.index_replicas != geometry.index_replicas:
+        raise ValueError(
+            f"the policy has index_replicas={policy.index_replicas}, the cache has {geometry.index_replicas}"
+        )
     heaviest = max(lengths, key=lambda group: (int(group.seq_lens.sum()), int(group.query_lens.sum())))
     return decide(
         policy,
@@ -72,6 +79,11 @@ def decide_step(
         qsplit=model.mesh.shape[QSPLIT],
         dcp=model.mesh.shape[DCP],
     )
+
+
+def _program(decision: Decision, dcp: int) -> Decision:
+    """The decision without what the layers do not ask for, so that steps that run alike share one program."""
+    return dataclasses.replace(decision, select_all=False, project_first=decision.project_first and dcp > 1)
 
 
 def plan_rows(
@@ -198,7 +210,7 @@ class StepRunner:
         rows = step.inputs.tokens.shape[0] // mesh.shape[DATA]
         plan = plan_rows(self.decision, step.lengths, rows, qsplit=mesh.shape[QSPLIT], dcp=mesh.shape[DCP])
         options = StepOptions(
-            decision=self.decision,
+            decision=_program(self.decision, mesh.shape[DCP]),
             ckv_rows=step.ckv_rows,
             index_rows=step.index_rows,
             implementation=self.execution.implementation,

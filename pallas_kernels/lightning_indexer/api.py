@@ -1,11 +1,13 @@
 """Public function of the lightning indexer's scores."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_array, check_same_dtype
-from pallas_kernels.lightning_indexer import reference
+from pallas_kernels.lightning_indexer import mosaic_hopper, reference
 
 OP = "lightning_indexer"
 OPERAND_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn)
@@ -24,6 +26,15 @@ def check_operands(op: str, q, k, weights, key_start, key_end, k_scale) -> None:
     check_array(op, "key_end", key_end, (rows,), (jnp.int32,))
     if k_scale is not None:
         check_array(op, "k_scale", k_scale, (k.shape[0],), (jnp.float32,))
+
+
+def _why_not_triton(q: jax.Array) -> str | None:
+    if importlib.util.find_spec("jax_triton") is None:
+        return "jax_triton is not installed"
+    if q.dtype == jnp.float32:
+        return "float32 operands would be rounded to TF32"
+    dim = q.shape[2]
+    return None if dim >= 16 and dim & (dim - 1) == 0 else f"head dimension {dim} is not a power of two from 16 on"
 
 
 def lightning_indexer(
@@ -63,5 +74,21 @@ def lightning_indexer(
       ValueError: An argument has the wrong shape or dtype, or the implementation cannot run the call.
     """
     check_operands(OP, q, k, weights, key_start, key_end, k_scale)
-    dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
-    return reference.lightning_indexer(q, k, weights, key_start, key_end, k_scale=k_scale, clean_logits=clean_logits)
+    chosen = dispatch.resolve(
+        OP,
+        implementation,
+        {
+            "mosaic_hopper": (lambda: mosaic_hopper.why_not(q), dispatch.needs_compute_capability(9)),
+            "triton": (lambda: _why_not_triton(q), dispatch.needs_compute_capability(8, 10, 12)),
+            "reference": (dispatch.always, dispatch.always),
+        },
+    )
+    if chosen == "mosaic_hopper":
+        score = mosaic_hopper.lightning_indexer
+    elif chosen == "triton":
+        from pallas_kernels.lightning_indexer import triton  # needs packages that are optional
+
+        score = triton.lightning_indexer
+    else:
+        score = reference.lightning_indexer
+    return score(q, k, weights, key_start, key_end, k_scale=k_scale, clean_logits=clean_logits)

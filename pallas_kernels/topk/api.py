@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_array, check_positive
-from pallas_kernels.topk import reference
+from pallas_kernels.topk import mosaic_hopper, reference
 
 OP = "topk"
 
@@ -28,7 +28,8 @@ def topk(
     Args:
       scores: [T, S] float32.
       k: How many columns to keep, static and positive; may exceed S.
-      key_start: First column of each row's range [T] int32; None means 0. Columns outside a range are never read.
+      key_start: First column of each row's range [T] int32; None means 0. What lies outside a range never
+        matters.
       key_end: One past the last column of each row's range [T] int32; None means S. A row with
         `key_end <= key_start` is empty, and a range that reaches outside [0, S) is cut to it.
       return_scores: Whether to return the scores of the selected columns too.
@@ -37,7 +38,8 @@ def topk(
 
     Returns:
       Column ids [T, k] int32 relative to `key_start`: `min(k, key_end - key_start)` valid ones first, in unspecified
-      order, then -1. With `return_scores` also their scores [T, k] float32, -inf where the id is -1.
+      order, then -1. With `return_scores` also their scores [T, k] float32: a zero may lose its sign, and -inf stands
+      where the id is -1.
 
     Raises:
       ValueError: An argument has the wrong shape or dtype, or the implementation cannot run the call.
@@ -53,5 +55,13 @@ def topk(
     check_array(OP, "key_start", key_start, (rows,), (jnp.int32,))
     check_array(OP, "key_end", key_end, (rows,), (jnp.int32,))
     key_start, key_end = jnp.asarray(key_start), jnp.asarray(key_end)
-    dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
-    return reference.topk(scores, k, key_start, key_end, return_scores=return_scores)
+    chosen = dispatch.resolve(
+        OP,
+        implementation,
+        {
+            "mosaic_hopper": (lambda: mosaic_hopper.why_not(columns, k), dispatch.needs_compute_capability(9)),
+            "reference": (dispatch.always, dispatch.always),
+        },
+    )
+    select = {"mosaic_hopper": mosaic_hopper.topk, "reference": reference.topk}[chosen]
+    return select(scores, k, key_start, key_end, return_scores=return_scores)

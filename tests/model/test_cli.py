@@ -162,7 +162,20 @@ MISTAKES = {
     "bad size": (["generate", GLM5, *IDS, "--max-new-tokens", "0"], "must be positive"),
     "bad temperature": (["generate", GLM5, *IDS, "--temperature", "-1"], "temperature"),
     "bad top-p": (["generate", GLM5, *IDS, "--top-p", "1.5"], "top_p"),
-    "format": (["generate", GLM5, *IDS, "--kv-format", "bf16", "--dtype", "float32"], "--kv-format bf16"),
+    "format width": (
+        ["generate", GLM5, *IDS, "--tp", "1", "--kv-format", "fp8_ds_mla"],
+        "needs kv_lora_rank=512, got kv_lora_rank=40",
+    ),
+    "dcp": (
+        ["generate", ORACLE / "glm5_tp8" / "single", *IDS, "--tp", "8", "--dcp", "3"],
+        "tp=8 must be divisible by dcp=3",
+    ),
+    "interleave": (["generate", GLM5, *IDS, "--tp", "2", "--dcp", "2", "--interleave", "3"], "interleave"),
+    "replicas": (["generate", GLM5, *IDS, "--tp", "2", "--dcp", "2", "--index-replicas", "3"], "index_replicas=3"),
+    "pages": (
+        ["generate", GLM5, "--tp", "1", "--prompt-ids", json.dumps([[1] * 100]), "--max-pages", "1"],
+        "out of pages: 4 needed",
+    ),
     "out suffix": (["prefill", GLM5, *IDS, "--out", "logits.txt"], ".npz"),
     "out folder": (["prefill", GLM5, *IDS, "--out", "no_such_folder/x.npz"], "no_such_folder"),
     "no checkpoint": (["inspect", "no_such_checkpoint"], "no_such_checkpoint"),

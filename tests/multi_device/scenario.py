@@ -27,7 +27,7 @@ TOKENS_PER_PAGE = 64
 
 @functools.lru_cache(maxsize=32)
 def placed_model(variant: str, mesh: Mesh) -> Model:
-    """A checkpoint of the oracle on `mesh`, moved there from one device: that loads a model for each mesh in no time."""
+    """A checkpoint of the oracle on `mesh`, moved there from one device, which is faster than loading."""
     loaded = load_model(variant)
     flat = {".".join(map(str, path)): value for path, value in nnx.to_flat_state(nnx.state(loaded, nnx.Param))}
     model = abstract_model(loaded.config, mesh)
