@@ -11,20 +11,28 @@ from dsa_jax.params import declare, round_up
 from sharding.mesh import TP_AXES
 
 
-class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))` with the intermediate features split over TP."""
+def swiglu(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
+    """`silu(gate) * up`; with a limit, the gate is clamped from above and `up` both ways first."""
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
 
-    def __init__(self, hidden: int, intermediate: int, tp: int, *, stack=None):
-        """Declare the parameters; the intermediate size is padded to a multiple of `tp`."""
+
+class GatedMLP(nnx.Module):
+    """`down(swiglu(gate(x), up(x)))` with the intermediate features split over TP."""
+
+    def __init__(self, hidden: int, intermediate: int, tp: int, *, limit: float | None = None, stack=None):
+        """Declare the parameters; the intermediate size is padded to a multiple of `tp`. `limit`: see `swiglu`."""
         padded = round_up(intermediate, tp)
         rows = {"axes": ("mlp", None), "stack": stack, "stored": (intermediate, hidden)}
         self.gate_proj = Linear(padded, hidden, **rows)
         self.up_proj = Linear(padded, hidden, **rows)
         self.down_proj = Linear(hidden, padded, axes=(None, "mlp"), stack=stack, stored=(hidden, intermediate))
+        self.limit = limit
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Partial output [T, hidden] of x [T, hidden]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
 
 
 class Router(nnx.Module):
@@ -74,6 +82,7 @@ class Experts(nnx.Module):
         self.gate_proj = declare(padded, width, hidden, **rows)
         self.up_proj = declare(padded, width, hidden, **rows)
         self.down_proj = declare(padded, hidden, width, axes=axes, stack=stack, stored=(count, hidden, width))
+        self.limit = config.swiglu_limit
 
     def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Partial output [T, hidden] of x [T, hidden] for its experts [T, k] int32 and weights [T, k] float32.
@@ -88,8 +97,8 @@ class Experts(nnx.Module):
         order = jnp.argsort(ids)  # stable
         sizes = jnp.bincount(ids, length=local + 1)[:local].astype(jnp.int32)
         rows = x[order // choices]  # [T * k, hidden]
-        gated = jax.nn.silu(grouped_matmul(rows, self.gate_proj[...], sizes))
-        gated = gated * grouped_matmul(rows, self.up_proj[...], sizes)
+        gate = grouped_matmul(rows, self.gate_proj[...], sizes)
+        gated = swiglu(gate, grouped_matmul(rows, self.up_proj[...], sizes), self.limit)
         out = grouped_matmul(gated, self.down_proj[...], sizes)
         # Rows of other ranks' experts are whatever the library leaves behind its last group.
         out = out[jnp.argsort(order)].reshape(-1, choices, x.shape[1])
@@ -107,7 +116,7 @@ class MoE(nnx.Module):
         self.experts = Experts(config, tp, stack=stack)
         if config.moe.num_shared_experts:
             width = config.moe.intermediate_size * config.moe.num_shared_experts
-            self.shared_experts = GatedMLP(config.hidden_size, width, tp, stack=stack)
+            self.shared_experts = GatedMLP(config.hidden_size, width, tp, limit=config.swiglu_limit, stack=stack)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Partial output [T, hidden] of x [T, hidden]."""
