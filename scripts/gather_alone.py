@@ -22,7 +22,7 @@ def build(rows: int, k: int, keys: int):
     Two buffers of 64 rows, 128 threads, 16 bytes a cp.async. All ids must be rows of kv, and k a multiple of 64.
     """
 
-    @plgpu.inline_mgpu(arg_types=(dev.REF, dev.REF, dev.REF, dev.SCALAR))
+    @dev.inline(arg_types=(dev.REF, dev.REF, dev.REF, dev.SCALAR))
     def gather(ctx, kv, ids, ring, row):
         byte, tid = ir.IntegerType.get_signless(8), dev.thread()
         unit, first = arith.remui(tid, dev.const(8)), arith.divui(tid, dev.const(8))
@@ -44,7 +44,7 @@ def build(rows: int, k: int, keys: int):
             dev.asm(None, [], "cp.async.commit_group; cp.async.wait_group 1;", "~{memory}")
         dev.asm(None, [], "cp.async.wait_all;", "~{memory}")
 
-    @plgpu.inline_mgpu(arg_types=(dev.REF, dev.REF, dev.SCALAR))
+    @dev.inline(arg_types=(dev.REF, dev.REF, dev.SCALAR))
     def witness(ctx, ring, out, row):
         with dev.mgpu_utils.when(arith.cmpi(dev.Pred.eq, dev.thread(), dev.const(0))):
             value = llvm.load(dev.f32(), dev.mgpu_utils.memref_ptr(ring))

@@ -4,7 +4,7 @@ import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_positive
-from pallas_kernels.index_topk import reference
+from pallas_kernels.index_topk import mosaic_hopper, reference
 from pallas_kernels.lightning_indexer.api import check_operands
 
 OP = "index_topk"
@@ -53,8 +53,16 @@ def index_topk(
     check_operands(OP, q, k, weights, key_start, key_end, k_scale)
     top_k = check_positive(OP, "top_k", top_k)
     workspace_bytes = check_positive(OP, "workspace_bytes", workspace_bytes)
-    dispatch.resolve(OP, implementation, {"reference": (dispatch.always, dispatch.always)})
-    return reference.index_topk(
+    chosen = dispatch.resolve(
+        OP,
+        implementation,
+        {
+            "mosaic_hopper": (lambda: mosaic_hopper.why_not(q, k, top_k), dispatch.needs_compute_capability(9)),
+            "reference": (dispatch.always, dispatch.always),
+        },
+    )
+    select = {"mosaic_hopper": mosaic_hopper.index_topk, "reference": reference.index_topk}[chosen]
+    return select(
         q,
         k,
         weights,

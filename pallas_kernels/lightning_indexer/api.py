@@ -1,5 +1,7 @@
 """Public function of the lightning indexer's scores."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +26,15 @@ def check_operands(op: str, q, k, weights, key_start, key_end, k_scale) -> None:
     check_array(op, "key_end", key_end, (rows,), (jnp.int32,))
     if k_scale is not None:
         check_array(op, "k_scale", k_scale, (k.shape[0],), (jnp.float32,))
+
+
+def _why_not_triton(q: jax.Array) -> str | None:
+    if importlib.util.find_spec("jax_triton") is None:
+        return "jax_triton is not installed"
+    if q.dtype == jnp.float32:
+        return "float32 operands would be rounded to TF32"
+    dim = q.shape[2]
+    return None if dim >= 16 and dim & (dim - 1) == 0 else f"head dimension {dim} is not a power of two from 16 on"
 
 
 def lightning_indexer(
@@ -53,7 +64,7 @@ def lightning_indexer(
       k_scale: Scale of each key [S] float32, or None for 1.
       clean_logits: Whether scores outside a row's range are set to -inf. When False they are unspecified, which
         is cheaper; use it only with a consumer that respects the same ranges, such as `topk`.
-      implementation: "mosaic_hopper" or "reference"; None takes the first that supports the call and
+      implementation: "mosaic_hopper", "triton" or "reference"; None takes the first that supports the call and
         the device.
 
     Returns:
@@ -68,8 +79,16 @@ def lightning_indexer(
         implementation,
         {
             "mosaic_hopper": (lambda: mosaic_hopper.why_not(q), dispatch.needs_compute_capability(9)),
+            "triton": (lambda: _why_not_triton(q), dispatch.needs_compute_capability(8, 10, 12)),
             "reference": (dispatch.always, dispatch.always),
         },
     )
-    score = {"mosaic_hopper": mosaic_hopper.lightning_indexer, "reference": reference.lightning_indexer}[chosen]
+    if chosen == "mosaic_hopper":
+        score = mosaic_hopper.lightning_indexer
+    elif chosen == "triton":
+        from pallas_kernels.lightning_indexer import triton  # needs packages that are optional
+
+        score = triton.lightning_indexer
+    else:
+        score = reference.lightning_indexer
     return score(q, k, weights, key_start, key_end, k_scale=k_scale, clean_logits=clean_logits)

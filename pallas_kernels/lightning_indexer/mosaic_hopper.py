@@ -15,6 +15,7 @@ equal share of the rest, whatever the ranges of the rows.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +225,7 @@ def lightning_indexer(
     block_max: bool = False,
     config: Config | None = None,
     interpret=None,
-):
+) -> Any:
     """See `pallas_kernels.lightning_indexer.api.lightning_indexer`.
 
     Args:

@@ -5,6 +5,8 @@ because Pallas barriers cannot be handed to inline code and because `cp.async` m
 """
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,36 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 SCALAR = plgpu.Layout.WG_SPLAT(())
 REF = plgpu.RefType()
 ROW = plgpu.Layout.WGMMA.reduce(1)
-# Accumulators carried around a loop stay in 32-bit registers: the pairs of the public layout cost ptxas its wgmma overlap.
+# Accumulators carried around a loop stay in 32-bit registers: the pairs of the public layout cost ptxas its overlap of
+# wgmma with anything.
 ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
+TILED = (
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
+TILED_REF = plgpu.RefType(TILED)
 WARPGROUP = 128
 Pred = arith.CmpIPredicate
+
+
+def inline(*, arg_types=(), return_type=None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`plgpu.inline_mgpu`, typed as what it returns: the function without its context."""
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
+
+
+def array_type(shape: tuple[int, ...], dtype: Any, layout: Any):
+    """Type of an array that inline code returns."""
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
+
+
+def accumulator(rows: int, columns: int):
+    """A float32 wgmma accumulator."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def accumulate_on(value: jax.Array):
+    """A wgmma accumulator that starts from `value`."""
+    return plgpu.ACC.init(value)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def i32():
@@ -105,7 +133,7 @@ def opaque(value: int) -> jax.Array:
     descriptors out of the key loop and ptxas spills them.
     """
 
-    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    @inline(arg_types=(), return_type=array_type((), jnp.int32, layout=SCALAR))
     def emit(ctx):
         result = asm(i32(), [], f"mov.b32 $0, {value};", "=r")
         return mgpu.FragmentedArray.splat(result, (), layout=mgpu.WGSplatFragLayout(()), is_signed=True)
@@ -116,7 +144,7 @@ def opaque(value: int) -> jax.Array:
 def init_barriers(counts: tuple[int, ...]):
     """Inline function `(ref)`: the first thread of the block makes one mbarrier of each arrival count."""
 
-    @plgpu.inline_mgpu(arg_types=(REF,))
+    @inline(arg_types=(REF,))
     def init(ctx, ref):
         first = arith.cmpi(Pred.eq, mgpu_utils.thread_idx(), const(0))
         base = shared_address(ref)
@@ -128,7 +156,7 @@ def init_barriers(counts: tuple[int, ...]):
     return init
 
 
-@plgpu.inline_mgpu(arg_types=(REF, SCALAR, SCALAR))
+@inline(arg_types=(REF, SCALAR, SCALAR))
 def wait(ctx, barriers, index, parity):
     """Wait until the phase of that parity of mbarrier `index` is complete."""
     address = arith.addi(shared_address(barriers), arith.muli(scalar(index), const(8)))
@@ -148,25 +176,25 @@ def warp_arrive(address):
     asm(None, [address, leader], "@$1 mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", "r,b,~{memory}")
 
 
-@plgpu.inline_mgpu(arg_types=(REF, SCALAR))
+@inline(arg_types=(REF, SCALAR))
 def arrive(ctx, barriers, index):
     """Each warp of the warpgroup arrives once on mbarrier `index`."""
     warp_arrive(arith.addi(shared_address(barriers), arith.muli(scalar(index), const(8))))
 
 
-@plgpu.inline_mgpu(arg_types=())
+@inline(arg_types=())
 def fence_shared_writes(ctx):
     """Make this thread's view of shared memory visible to the tensor cores."""
     asm(None, [], "fence.proxy.async.shared::cta;", "~{memory}")
 
 
-@plgpu.inline_mgpu(arg_types=())
+@inline(arg_types=())
 def warpgroup_sync(ctx):
     """Meet all threads of the warpgroup."""
     mgpu_utils.warpgroup_barrier()
 
 
-@plgpu.inline_mgpu(arg_types=())
+@inline(arg_types=())
 def block_sync(ctx):
     """Meet all threads of the block."""
     asm(None, [], "bar.sync 0;", "~{memory}")

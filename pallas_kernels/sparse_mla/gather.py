@@ -30,8 +30,7 @@ Pred = arith.CmpIPredicate
 
 # The entry of a list that a thread holds: the id and the membership mask of key `thread % 64`.
 ENTRY = plgpu.Layout.WG_STRIDED((2 * dev.WARPGROUP,), vec_size=1)
-ENTRY_TYPE = plgpu.ShapeDtypeStruct((2 * dev.WARPGROUP,), jnp.int32, layout=ENTRY)
-TILED = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+ENTRY_TYPE = dev.array_type((2 * dev.WARPGROUP,), jnp.int32, layout=ENTRY)
 
 
 def _byte():
@@ -54,7 +53,7 @@ def list_reader(shape: TileShape):
     lies beyond, is no row, or belongs to no tile (`active` 0) comes back as id -1 and mask 0.
     """
 
-    @plgpu.inline_mgpu(arg_types=(dev.REF, dev.REF) + (dev.SCALAR,) * 6, return_type=ENTRY_TYPE)
+    @dev.inline(arg_types=(dev.REF, dev.REF) + (dev.SCALAR,) * 6, return_type=ENTRY_TYPE)
     def read(ctx, lists, masks, *scalars):
         tile, begin, listed, count, block, active = map(dev.scalar, scalars)
         key = arith.remui(dev.thread(), dev.const(BLOCK))
@@ -88,7 +87,7 @@ def publisher(shape: TileShape):
     """Inline function `(entry, step, control)`: the ids and membership bits of a step to shared memory."""
     words = 8 if shape.masked else 1
 
-    @plgpu.inline_mgpu(arg_types=(ENTRY, dev.SCALAR, dev.REF))
+    @dev.inline(arg_types=(ENTRY, dev.SCALAR, dev.REF))
     def publish(ctx, entry, step, control):
         found, mask = dev.lanes(entry)
         tid = dev.thread()
@@ -163,10 +162,10 @@ def row_copies(shape: TileShape) -> Copies:
         )
         dev.asm(None, [address], "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r")
 
-    types = (dev.REF, dev.REF, dev.SCALAR, TILED, dev.REF)
+    types = (dev.REF, dev.REF, dev.SCALAR, dev.TILED_REF, dev.REF)
     chunks = LATENT // 64
 
-    @plgpu.inline_mgpu(arg_types=types)
+    @dev.inline(arg_types=types)
     def left(ctx, kv, q, step, ring, control):
         step = dev.scalar(step)
         slot = arith.remui(step, dev.const(SLOTS))
@@ -185,13 +184,13 @@ def row_copies(shape: TileShape) -> Copies:
             ahead=chunks if shape.width > LATENT else None,
         )
 
-    @plgpu.inline_mgpu(arg_types=types)
+    @dev.inline(arg_types=types)
     def right(ctx, kv, q, step, ring, control):
         step = dev.scalar(step)
         slot = arith.remui(step, dev.const(SLOTS))
         copy(kv, q, step, ring, control, chunks // 2, chunks // 2, chunks // 2, chunks, slot, Barrier.RIGHT)
 
-    @plgpu.inline_mgpu(arg_types=types)
+    @dev.inline(arg_types=types)
     def rope(ctx, kv, q, step, ropes, control):
         step = dev.scalar(step)
         slot = arith.andi(step, dev.const(1))
@@ -200,7 +199,7 @@ def row_copies(shape: TileShape) -> Copies:
     return Copies(left, right, rope)
 
 
-@plgpu.inline_mgpu(arg_types=())
+@dev.inline(arg_types=())
 def drain(ctx):
     """Wait for the copies that nobody waits for."""
     dev.asm(None, [], "cp.async.wait_all;", "~{memory}")

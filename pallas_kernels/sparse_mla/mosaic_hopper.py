@@ -28,11 +28,11 @@ from pallas_kernels.sparse_mla import device_ops as dev
 from pallas_kernels.sparse_mla import gather, softmax
 from pallas_kernels.sparse_mla.tile_shape import (
     BLOCK,
+    CONTROL_WORDS,
     HALF,
     IN_REGISTERS,
     LATENT,
     LISTS_AHEAD,
-    CONTROL_WORDS,
     ROPE,
     SLOTS,
     TILE_ROWS,
@@ -42,7 +42,6 @@ from pallas_kernels.sparse_mla.tile_shape import (
 )
 
 NO_MAXIMUM = -1e30  # finite, so that a block without valid keys needs no special case
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +172,7 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
 
                 def block_step(_, carry):
                     step, top, total = carry
-                    scores = pl.run_scoped(
-                        lambda acc: product(acc, step, queries), plgpu.ACC((TILE_ROWS, BLOCK), jnp.float32)
-                    )
+                    scores = pl.run_scoped(lambda acc: product(acc, step, queries), dev.accumulator(TILE_ROWS, BLOCK))
                     dev.warpgroup_sync()  # P goes over the rope columns that the other warps have just read
                     dev.arrive(control, Barrier.GO + ((step - 1) & 1))
                     p, top, total = step_softmax(scores, top, total, step, control, ring)
@@ -261,8 +258,8 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
                 pair, parity = _pair(step)
                 dev.wait(control, Barrier.P_READY + pair, parity)
                 acc = shrink(acc, step, control)
-                # No proxy fence here: the scores have fenced P and the block, and a fence would wait for the copies that
-                # this thread has in flight.
+                # No proxy fence here: the scores have fenced P and the block, and a fence would wait for the copies
+                # that this thread has in flight.
                 if config.scores_first:
                     dev.wait(control, Barrier.GO + pair, parity)
 
@@ -271,7 +268,7 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
                     if not left:
                         publish(ahead[0], step + LISTS_AHEAD, control)
 
-                acc = pl.run_state(product)(plgpu.ACC.init(acc))
+                acc = pl.run_state(product)(dev.accumulate_on(acc))
                 return step + 1, acc, refill(step, ahead)
 
             def tile_step(n, carry):
@@ -304,9 +301,9 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
         num_threads=3,
         thread_name="wg",
         scratch_types=[
-            plgpu.SMEM((SLOTS, BLOCK, LATENT), jnp.bfloat16, transforms=TRANSFORMS),
-            plgpu.SMEM((2, BLOCK, ROPE), jnp.bfloat16, transforms=TRANSFORMS),
-            plgpu.SMEM((2, TILE_ROWS, ROPE), jnp.bfloat16, transforms=TRANSFORMS),
+            plgpu.SMEM((SLOTS, BLOCK, LATENT), jnp.bfloat16, transforms=dev.TILED),
+            plgpu.SMEM((2, BLOCK, ROPE), jnp.bfloat16, transforms=dev.TILED),
+            plgpu.SMEM((2, TILE_ROWS, ROPE), jnp.bfloat16, transforms=dev.TILED),
             plgpu.SMEM((CONTROL_WORDS,), jnp.int32),
         ],
         compiler_params=plgpu.CompilerParams(

@@ -112,7 +112,8 @@ def sparse_mla(
     chosen = plan or choose_plan(rows, q.shape[1], k)
 
     def attend(tile):
-        return _attend(*tile, kv, softmax_scale, out_dtype, chosen, config or mosaic_hopper.Config())
+        q, ids, num_valid = tile
+        return _attend(q, ids, num_valid, kv, softmax_scale, out_dtype, chosen, config or mosaic_hopper.Config())
 
     tile = rows
     if chosen.ordered:
@@ -154,7 +155,10 @@ def _attend(q, ids, num_valid, kv, softmax_scale, out_dtype, plan: Plan, config:
 
 
 def _merge(out, lse, out_dtype):
-    """Outputs over parts of one list, weighted by their sums. Unlike `merge_partials`, a NaN is a selected NaN: keep it."""
+    """Outputs over parts of one list, weighted by their sums.
+
+    Unlike in `merge_partials`, a NaN comes from a row that was selected, and stays.
+    """
     top = jnp.max(lse, axis=0)
     base = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(lse - base)  # [splits, T, H]

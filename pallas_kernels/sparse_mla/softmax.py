@@ -24,7 +24,6 @@ from pallas_kernels.sparse_mla.tile_shape import (
 
 TILE_BYTES = 1024
 Pred = arith.CmpIPredicate
-TRANSFORMS = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -86,12 +85,12 @@ def block_step(shape: TileShape, log2_scale: float):
     """
     heads = shape.heads if shape.masked else TILE_ROWS  # without masks all rows share the bits of one token
     result = (
-        plgpu.ShapeDtypeStruct((TILE_ROWS, BLOCK), jnp.float32, layout=WGMMA),
-        plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.float32, layout=dev.ROW),
-        plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.float32, layout=dev.ROW),
+        dev.array_type((TILE_ROWS, BLOCK), jnp.float32, layout=WGMMA),
+        dev.array_type((TILE_ROWS,), jnp.float32, layout=dev.ROW),
+        dev.array_type((TILE_ROWS,), jnp.float32, layout=dev.ROW),
     )
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA, dev.ROW, dev.ROW, dev.SCALAR, dev.REF, TRANSFORMS), return_type=result)
+    @dev.inline(arg_types=(WGMMA, dev.ROW, dev.ROW, dev.SCALAR, dev.REF, dev.TILED_REF), return_type=result)
     def run(ctx, scores, top, total, step, control, ring):
         step = dev.scalar(step)
         _, lane, row = _position()
@@ -152,9 +151,9 @@ def _row_factors(control, step):
 
 def shrink(columns: int):
     """Inline function `(acc, step, control)`: the accumulator's rows times the factors of the step."""
-    result = plgpu.ShapeDtypeStruct((TILE_ROWS, columns), jnp.float32, layout=dev.ACCUMULATOR)
+    result = dev.array_type((TILE_ROWS, columns), jnp.float32, layout=dev.ACCUMULATOR)
 
-    @plgpu.inline_mgpu(arg_types=(dev.ACCUMULATOR, dev.SCALAR, dev.REF), return_type=result)
+    @dev.inline(arg_types=(dev.ACCUMULATOR, dev.SCALAR, dev.REF), return_type=result)
     def run(ctx, acc, step, control):
         factors = _row_factors(control, dev.scalar(step))
         values = [arith.mulf(v, factors[i // 2 % 2]) for i, v in enumerate(dev.lanes(acc))]
@@ -176,7 +175,7 @@ def _row_of_output(shape: TileShape, tile, part, row):
 def finish(shape: TileShape):
     """Inline function `(top, total, step, control, lse, tile, part)`: reciprocal sums to the factors, lse to memory."""
 
-    @plgpu.inline_mgpu(arg_types=(dev.ROW, dev.ROW, dev.SCALAR, dev.REF, dev.REF, dev.SCALAR, dev.SCALAR))
+    @dev.inline(arg_types=(dev.ROW, dev.ROW, dev.SCALAR, dev.REF, dev.REF, dev.SCALAR, dev.SCALAR))
     def run(ctx, top, total, step, control, lse, tile, part):
         step, tile, part = map(dev.scalar, (step, tile, part))
         _, lane, row = _position()
@@ -218,9 +217,9 @@ def _quad_transpose(words, lane):
 def row_factors():
     """Inline function `(step, control) -> factors of the rows` that holds them in registers."""
 
-    @plgpu.inline_mgpu(
+    @dev.inline(
         arg_types=(dev.SCALAR, dev.REF),
-        return_type=plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.float32, layout=dev.ROW),
+        return_type=dev.array_type((TILE_ROWS,), jnp.float32, layout=dev.ROW),
     )
     def run(ctx, step, control):
         layout = mgpu.WGMMA_ROW_LAYOUT
@@ -233,12 +232,12 @@ def row_factors():
 def output_store(shape: TileShape, out_dtype: str):
     """Inline function `(acc, factors, out, tile, part, column)`: 256 columns of the tile's outputs to memory.
 
-    A thread holds 2 neighbouring columns of every 8, and four lanes a row. In float32 that is a whole sector of 32 bytes
-    at a time; in bf16 the lanes first trade words, so that each stores 16 bytes.
+    A thread holds 2 neighbouring columns of every 8, and four lanes a row. In float32 that is a whole sector of 32
+    bytes at a time; in bf16 the lanes first trade words, so that each stores 16 bytes.
     """
     bf16 = out_dtype == "bfloat16"
 
-    @plgpu.inline_mgpu(arg_types=(dev.ACCUMULATOR, dev.ROW, dev.REF) + (dev.SCALAR,) * 3)
+    @dev.inline(arg_types=(dev.ACCUMULATOR, dev.ROW, dev.REF) + (dev.SCALAR,) * 3)
     def run(ctx, acc, factors, out, tile, part, column):
         tile, part, column = map(dev.scalar, (tile, part, column))
         _, lane, row = _position()

@@ -12,8 +12,8 @@ IN_REGISTERS = LATENT - 64  # columns of Q held in registers; the rest is read f
 SLOTS = 3  # blocks of latent columns in flight
 
 # The control array of 32-bit words: mbarriers, then for 4 steps the membership bits of the keys (8 tokens x 64 keys)
-# and the ids, then for 2 steps the factors of the rows: of a block of keys what the output shrinks by, of the step after
-# the last the reciprocal sums. Together with the rings it must stay 1 KB below the 227 KB of a block.
+# and the ids, then for 2 steps the factors of the rows: of a block of keys what the output shrinks by, of the step
+# after the last the reciprocal sums. Together with the rings it must stay 1 KB below the 227 KB of a block.
 BITS, IDS, FACTORS, CONTROL_WORDS = 32, 96, 352, 480
 BITS_OF_STEP = 16
 LISTS_AHEAD = 4

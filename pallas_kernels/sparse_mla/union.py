@@ -56,7 +56,7 @@ def build(rows: int, k: int, keys: int, group: int):
     entries = group * k
     chunk = chunk_keys(keys)
     words = chunk // 32
-    body = plgpu.inline_mgpu(arg_types=(dev.REF,) * 9 + (dev.SCALAR,))(
+    body = dev.inline(arg_types=(dev.REF,) * 9 + (dev.SCALAR,))(
         functools.partial(_build_list, rows=rows, k=k, keys=keys, group=group)
     )
 
@@ -196,8 +196,8 @@ def _build_list(
             llvm.store(dev.const(1), duplicate)
 
     index = ir.IndexType.get()
-    steps = [arith.index_cast(index, dev.const(v)) for v in (0, -(-keys // chunk), 1)]
-    chunks = scf.ForOp(*steps, [dev.const(0)])
+    start, stop, one = (arith.index_cast(index, dev.const(v)) for v in (0, -(-keys // chunk), 1))
+    chunks = scf.ForOp(start, stop, one, [dev.const(0)])
     with ir.InsertionPoint(chunks.body):
         low = arith.muli(arith.index_cast(int32, chunks.induction_variable), dev.const(chunk))
         with dev.loop(tid, dev.const(chunk // 32), dev.const(THREADS)) as i:
@@ -222,11 +222,11 @@ def _build_list(
         llvm.store(value, at(out_lists, entry))
         llvm.store(arith.trunci(byte, mask), dev.offset(out_masks, entry, byte))
 
-    with mgpu_utils.when(arith.cmpi(Pred.eq, repeated, arith.constant(ir.IntegerType.get_signless(1), 0))):
-        with dev.loop(tid, size, dev.const(THREADS)) as entry:
-            word = llvm.load(int32, at(members, arith.shrui(entry, dev.const(2))))
-            shift = arith.muli(arith.andi(entry, dev.const(3)), dev.const(8))
-            store(entry, llvm.load(int32, at(listed, entry)), arith.andi(arith.shrui(word, shift), dev.const(255)))
+    unique = arith.cmpi(Pred.eq, repeated, arith.constant(ir.IntegerType.get_signless(1), 0))
+    with mgpu_utils.when(unique), dev.loop(tid, size, dev.const(THREADS)) as entry:
+        word = llvm.load(int32, at(members, arith.shrui(entry, dev.const(2))))
+        shift = arith.muli(arith.andi(entry, dev.const(3)), dev.const(8))
+        store(entry, llvm.load(int32, at(listed, entry)), arith.andi(arith.shrui(word, shift), dev.const(255)))
     with mgpu_utils.when(repeated):
         for r in range(group):
             row = at(ids, arith.addi(first_entry, mgpu.c(r * k, dev.i64())))

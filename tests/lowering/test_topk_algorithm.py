@@ -4,6 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels.topk import mosaic_blocks, mosaic_hopper, mosaic_rows, mosaic_select, mosaic_stream
 from pallas_kernels.topk.arg_specs import KINDS, expected_ids, score_row
@@ -155,10 +157,39 @@ def test_a_missing_barrier_is_noticed(monkeypatch, missing):
         check(scores, 40, [0], [9000], blocks=1)
 
 
+@st.composite
+def _rows(draw):
+    """A row of values drawn from a small pool, a k, and a range."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    pool = draw(st.lists(st.floats(width=32), min_size=1, max_size=6))
+    share = draw(st.sampled_from([0.0, 0.01, 0.5, 1.0]))
+    columns = draw(st.integers(1, 7000))
+    rng = np.random.default_rng(seed)
+    picked = rng.choice(np.asarray(pool, np.float32), columns)
+    row = np.where(rng.random(columns) < share, picked, rng.standard_normal(columns)).astype(np.float32)
+    start = draw(st.integers(0, columns))
+    return row, draw(st.integers(1, 300)), start, draw(st.integers(start, columns))
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(_rows(), st.sampled_from([0, 1]), st.booleans())
+def test_any_row(drawn, sample_vectors, by_blocks):
+    row, k, start, end = drawn
+    scores = np.pad(row, (0, -len(row) % 4), constant_values=np.nan)[None, :]
+    maxima = block_maxima(scores, [start], [end]) if by_blocks else None
+    check(scores, k, [start], [end], sample_vectors=sample_vectors, maxima=maxima, blocks=1)
+
+
 def test_few_rows_are_spread_over_blocks():
     assert mosaic_hopper.slices_of_row(1, 1 << 20, 2048, 132) == 22
     assert mosaic_hopper.slices_of_row(200, 1 << 20, 2048, 132) == 1
-    assert mosaic_hopper.slices_of_row(1, 4096, 2048, 132) == 1
+    assert mosaic_hopper.slices_of_row(1, 131072, 2048, 132) == 1
 
 
 def test_layout_leaves_room_for_a_step():
