@@ -1,5 +1,6 @@
 """Loading a model, the entry point of the library."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,8 @@ COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "toke
 
 def default_tp(config: ModelConfig, devices: int) -> int:
     """Most devices, out of `devices`, that divide the model's heads."""
-    return max((tp for tp in range(1, devices + 1) if config.num_heads % tp == 0), default=1)
+    heads = config.num_heads if config.kda is None else math.gcd(config.num_heads, config.kda.num_heads)
+    return max((tp for tp in range(1, devices + 1) if heads % tp == 0), default=1)
 
 
 def from_pretrained(
@@ -64,14 +66,17 @@ def from_pretrained(
 def ignored_tensors(config: ModelConfig) -> Callable[[str], bool]:
     """Predicate of the tensors that a checkpoint may hold and the model does not use.
 
-    These are the multi-token-prediction layers behind the last layer, the rotary tables of old exports, and a copy of
-    tied embeddings.
+    These are the multi-token-prediction layers behind the last layer, the rotary tables of old exports, a copy of tied
+    embeddings, and the vision tower of a model of text and images.
     """
-    mtp = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
+    mtp = tuple(f"{config.tensor_prefix}layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
+    vision = config.model_type == "glm5_next"
 
     def ignored(name: str) -> bool:
         tied = config.tie_word_embeddings and name == "lm_head.weight"
-        return tied or name.endswith("rotary_emb.inv_freq") or (bool(mtp) and name.startswith(mtp))
+        if tied or name.endswith("rotary_emb.inv_freq") or (vision and name.startswith("model.visual.")):
+            return True
+        return bool(mtp) and name.startswith(mtp)
 
     return ignored
 

@@ -40,7 +40,7 @@ def local_only(context: StepContext) -> bool:
 
 def locate(topk_indices: jax.Array, context: StepContext) -> Selection:
     """Where the selected tokens [T, index_topk] are on the step's path."""
-    layout, interleave = context.ckv.layout, context.index_sharding.interleave
+    layout, interleave = context.ckv.layout, context.ckv.interleave
     if local_only(context):
         slots, count = owned_slots(
             topk_indices,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dsa_jax.batch import StepInputs
-from dsa_jax.cache import CacheGeometry, PagedCache
+from dsa_jax.cache import CacheGeometry
 from dsa_jax.config import ModelConfig
 from dsa_jax.layers.ragged import PoolRows, StateRows, pool_rows, state_rows
 from dsa_jax.layers.rope import cos_sin
@@ -61,6 +61,7 @@ class KeyBuffer:
       own: Buffer row of each of the step's own keys [T] int32, -1 where another rank holds it and for padding.
       write: Cache slot of each of the step's own keys [T] int32, -1 likewise.
       fmt: Format of the keys.
+      interleave: Keys in a run of one rank.
     """
 
     layout: KeyLayout
@@ -68,6 +69,7 @@ class KeyBuffer:
     own: jax.Array
     write: jax.Array
     fmt: RecordFormat = dataclasses.field(metadata={"static": True})
+    interleave: int = dataclasses.field(metadata={"static": True})
 
     def fill(self, pages: jax.Array, layer: jax.Array, own: jax.Array) -> jax.Array:
         """All keys of the step that this rank holds: the history out of the cache, the step's own put behind it.
@@ -158,7 +160,7 @@ def _key_buffer(
     write = slot_mapping(
         numbers, requests, inputs.block_table, rank, page_size=page_size, ranks=ranks, interleave=interleave
     )
-    return KeyBuffer(layout, slots, place, jnp.where(requests < 0, -1, write), fmt)
+    return KeyBuffer(layout, slots, place, jnp.where(requests < 0, -1, write), fmt, interleave)
 
 
 def make_context(config: ModelConfig, inputs: StepInputs, geometry: CacheGeometry, options: StepOptions) -> StepContext:
