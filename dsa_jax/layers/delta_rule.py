@@ -72,36 +72,46 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array, precision) -> jax.Array:
 
 
 def decayed_products(
-    rows: jax.Array, k: jax.Array, cumulated: jax.Array, *, max_decay: float, precision=None
-) -> jax.Array:
-    """`sum_c rows[i, c] * k[j, c] * exp(cumulated[i, c] - cumulated[j, c])` for j <= i, unspecified above.
+    rows: tuple[jax.Array, ...], k: jax.Array, log_decay: jax.Array, *, max_decay: float, precision=None
+) -> list[jax.Array]:
+    """`sum_c r[i, c] * k[j, c] * exp(sum of log_decay[m, c] over j < m <= i)` for j <= i, unspecified above.
 
-    The factor exp(-cumulated[j]) alone overflows within a block, so each subblock of rows takes its decays relative to
-    its own middle: keys before it then shrink, and its own grow by a bounded factor, as its rows shrink by one that
-    does not underflow.
+    The decay up to a row times the inverse of the decay up to a key overflows within a block, so each subblock of rows
+    takes its decays relative to its own middle: keys before it then shrink, and its own grow by a bounded factor, as
+    its rows shrink by one that does not underflow. Sums start at that middle or end there: differences of sums over
+    the whole block would lose digits that the exponential turns into relative errors.
 
     Args:
-      rows: Queries or keys [..., C, K].
+      rows: Queries, keys or both, each [..., C, K].
       k: [..., C, K].
-      cumulated: Inclusive sum of the log-decays [..., C, K].
+      log_decay: [..., C, K].
       max_decay: Bound of a token's log-decay, as a positive number.
       precision: Of the products.
 
     Returns:
-      [..., C, C], finite everywhere.
+      For each of `rows` [..., C, C], finite everywhere.
     """
-    block, channels = rows.shape[-2:]
+    block, channels = k.shape[-2:]
     size = subblock_size(block, max_decay)
-    lead = rows.shape[:-2]
-    by_part = (*lead, block // size, size, channels)
-    parts = cumulated.reshape(by_part)
-    start = jnp.concatenate([jnp.zeros_like(parts[..., :1, 0, :]), parts[..., :-1, -1, :]], axis=-2)  # [..., S, K]
-    middle = (start + parts[..., -1, :]) / 2
-    left = rows.reshape(by_part) * jnp.exp(parts - middle[..., None, :])
+    count, lead = block // size, k.shape[:-2]
+    by_part = (*lead, count, size, channels)
+    upto = jnp.cumsum(log_decay.reshape(by_part), axis=-2)
+    total = upto[..., -1, :]  # [..., S, K]
+    from_middle = upto - total[..., None, :] / 2
+    # Decay from the middle of each key's subblock to the middle of each row's: [..., S, S', K].
+    s = jnp.arange(count)
+    inner = (s[None, None] > s[None, :, None]) & (s[None, None] < s[:, None, None])
+    between = _dot("...rk,sur->...suk", total, inner.astype(total.dtype), jax.lax.Precision.HIGHEST)
+    between += (total[..., :, None, :] + total[..., None, :, :]) / 2
+    earlier = (s[:, None] > s[None])[..., None]
+    between = jnp.where(earlier, between, 0)
+    exponent = between[..., None, :] - from_middle[..., None, :, :, :]  # [..., S, S', C', K]
     # Keys behind the subblock, which nothing reads, would overflow.
-    exponent = jnp.minimum(middle[..., None, :] - cumulated[..., None, :, :], MAX_EXPONENT / 2 + 1)  # [..., S, C, K]
-    right = k[..., None, :, :] * jnp.exp(exponent)
-    return _dot("...sic,...sjc->...sij", left, right, precision).reshape(*lead, block, block)
+    exponent = jnp.minimum(exponent, MAX_EXPONENT / 2 + 1)
+    right = (k.reshape(by_part)[..., None, :, :, :] * jnp.exp(exponent)).reshape(*lead, count, block, channels)
+    shrunk = jnp.exp(from_middle)
+    left = [r.reshape(by_part) * shrunk for r in rows]
+    return [_dot("...sic,...sjc->...sij", x, right, precision).reshape(*lead, block, block) for x in left]
 
 
 def unit_lower_inverse(lower: jax.Array, precision=jax.lax.Precision.HIGHEST) -> jax.Array:
@@ -136,18 +146,17 @@ def unit_lower_inverse(lower: jax.Array, precision=jax.lax.Precision.HIGHEST) ->
 
 def _within_blocks(q, k, v, log_decay, beta, *, max_decay: float, precision):
     """What a block needs besides the state before it; every argument [..., C, K or V], beta [..., C]."""
-    cumulated = jnp.cumsum(log_decay, axis=-2)
-    products = functools.partial(decayed_products, cumulated=cumulated, max_decay=max_decay, precision=precision)
+    within_k, within_q = decayed_products((k, q), k, log_decay, max_decay=max_decay, precision=precision)
     block = q.shape[-2]
     below = jnp.tril(jnp.ones((block, block), bool), -1)
-    lower = jnp.where(below, products(k, k) * beta[..., None], 0)
-    mixed = jnp.where(below | jnp.eye(block, dtype=bool), products(q, k), 0)  # [..., C, C]
-    inverse = unit_lower_inverse(lower)
-    decayed = jnp.exp(cumulated)
+    mixed = jnp.where(below | jnp.eye(block, dtype=bool), within_q, 0)  # [..., C, C]
+    inverse = unit_lower_inverse(jnp.where(below, within_k * beta[..., None], 0))
+    decayed = jnp.exp(jnp.cumsum(log_decay, axis=-2))
+    behind = jnp.cumsum(log_decay[..., ::-1, :], axis=-2)[..., ::-1, :][..., 1:, :]
+    behind = jnp.concatenate([behind, jnp.zeros_like(log_decay[..., :1, :])], axis=-2)
     values = _dot("...ij,...jv->...iv", inverse, v * beta[..., None], precision)
     keys = _dot("...ij,...jk->...ik", inverse, k * decayed * beta[..., None], precision)
-    total = cumulated[..., -1, :]
-    return q * decayed, mixed, values, keys, k * jnp.exp(total[..., None, :] - cumulated), jnp.exp(total)
+    return q * decayed, mixed, values, keys, k * jnp.exp(behind), decayed[..., -1, :]
 
 
 def chunked(
@@ -191,7 +200,7 @@ def chunked(
         raise ValueError(f"a block must hold a power of two of tokens, got {block}")
     within = functools.partial(_within_blocks, max_decay=max_decay, precision=precision)
     arguments = (q, k, v, log_decay, beta)
-    # The largest temporaries: keys scaled for each subblock, for the two kinds of rows.
+    # The largest temporary holds the keys once for each subblock.
     copies = 2 * (block // subblock_size(block, max_decay)) + 8
     nbytes = copies * q.shape[1] * block * channels * q.dtype.itemsize
     batch = max(1, workspace_bytes // nbytes)
