@@ -15,8 +15,11 @@ from sharding.ownership import pool_interleave
 from sharding.row_partition import RowPlan
 
 INT32_MAX = np.iinfo(np.int32).max
+# Smallest buckets: fewer compiled programs at the price of padding.
 MIN_ROWS = 8
 MIN_KEYS = 128
+MIN_REQUESTS = 1
+MIN_PAGES = 1
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +137,7 @@ class Step:
     lengths: tuple[GroupLengths, ...]
 
 
-def bucket(value: int, minimum: int = MIN_ROWS) -> int:
+def bucket(value: int, minimum: int) -> int:
     """Round up to a power of two, at least `minimum`, so that few shapes are compiled."""
     return max(minimum, 1 << max(0, value - 1).bit_length())
 
@@ -231,12 +234,55 @@ def _group_arrays(
     return arrays
 
 
-def _check_room(requests: Sequence[Request], chosen: list[list[tuple[int, int]]], geometry: CacheGeometry) -> None:
-    for i, count in (entry for entries in chosen for entry in entries):
-        needed = -(-(requests[i].cached + count) // geometry.tokens_per_page)
-        if needed > len(requests[i].pages):
-            tokens = geometry.tokens_per_page
-            raise ValueError(f"request {i} needs {needed} pages of {tokens} tokens, has {len(requests[i].pages)}")
+def check_requests(requests: Sequence[Request], geometry: CacheGeometry, *, groups: int, pages: int) -> None:
+    """Check, before anything is written, that every pending token has a place of its own in the cache.
+
+    Args:
+      requests: The requests.
+      geometry: Of the cache.
+      groups: Number of data groups.
+      pages: Pages of each data group's cache.
+
+    Raises:
+      ValueError: A request has too few pages, names a page or a group that does not exist, or would write a page that
+        another one writes too or has tokens in.
+    """
+    for i, request in enumerate(requests):
+        if not 0 <= request.group < groups:
+            raise ValueError(f"request {i} is of data group {request.group}, there are {groups}")
+        if len(request.pages) and request.pages.max() >= pages:
+            raise ValueError(f"request {i} names page {request.pages.max()}, the cache has {pages} a data group")
+    for group in range(groups):
+        mine = [i for i, request in enumerate(requests) if request.group == group]
+        writers = _page_writers(requests, [(i, requests[i].pending) for i in mine if requests[i].pending], geometry)
+        for i in mine:
+            held = requests[i].pages[: -(-requests[i].cached // geometry.tokens_per_page)].tolist()
+            for position, page in enumerate(held):
+                # The last page that holds tokens of a request is also the first that it writes, unless it is full.
+                own = writers.get(page) == i and position == requests[i].cached // geometry.tokens_per_page
+                if page in writers and not own:
+                    raise ValueError(f"request {writers[page]} would write page {page}, which holds tokens of {i}")
+
+
+def _page_writers(
+    requests: Sequence[Request], chosen: Sequence[tuple[int, int]], geometry: CacheGeometry
+) -> dict[int, int]:
+    """Which request writes which page of one group; raises unless each row has a page and each page one writer."""
+    tokens = geometry.tokens_per_page
+    writers: dict[int, int] = {}
+    for i, count in chosen:
+        request = requests[i]
+        needed = -(-(request.cached + count) // tokens)
+        if needed > len(request.pages):
+            raise ValueError(f"request {i} needs {needed} pages of {tokens} tokens, has {len(request.pages)}")
+        pages = request.pages[:needed]
+        if needed and pages.min() < 0:
+            raise ValueError(f"request {i} names page {pages.min()}")
+        for page in pages[request.cached // tokens :].tolist():
+            if page in writers:
+                raise ValueError(f"page {page} would be written twice: by requests {writers[page]} and {i}")
+            writers[page] = i
+    return writers
 
 
 def build_step(
@@ -255,7 +301,7 @@ def build_step(
       The step, or None when nothing is pending. It leaves `requests` as they are.
 
     Raises:
-      ValueError: A size is out of range, or a request has too few pages.
+      ValueError: A size is out of range, a request has too few pages, or two would write the same page.
     """
     if chunk_size <= 0:
         raise ValueError(f"chunk_size must be positive, got {chunk_size=}")
@@ -264,10 +310,11 @@ def build_step(
     chosen = [choose_rows(requests, group, chunk_size) for group in range(groups)]
     if not any(chosen):
         return None
-    _check_room(requests, chosen, geometry)
-    rows = bucket(max(sum(count for _, count in entries) for entries in chosen))
-    slots = bucket(max(len(entries) for entries in chosen), minimum=1)
-    table = bucket(max(len(requests[i].pages) for entries in chosen for i, _ in entries), minimum=1)
+    for entries in chosen:
+        _page_writers(requests, entries, geometry)
+    rows = bucket(max(sum(count for _, count in entries) for entries in chosen), MIN_ROWS)
+    slots = bucket(max(len(entries) for entries in chosen), MIN_REQUESTS)
+    table = bucket(max(len(requests[i].pages) for entries in chosen for i, _ in entries), MIN_PAGES)
     stacked: dict[str, list[np.ndarray]] = {}
     pieces, lengths = [], []
     for group, entries in enumerate(chosen):

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsa_jax.config import ModelConfig
 from pallas_kernels.ckv_records import RecordFormat, ckv_format, index_key_format
+from pallas_kernels.ckv_records.api import MAX_SLOTS
 from sharding.mesh import DATA, DCP, TP_AXES
 from sharding.ownership import check_ownership
 
@@ -219,10 +220,14 @@ def cache_shapes(
       requests: Requests of each data group that may run at once; matters to models that keep a state of each.
 
     Raises:
-      ValueError: `pages` or `requests` is not positive, or the geometry is for another mesh.
+      ValueError: `pages` or `requests` is not positive, the pages are too many for int32 slots, or the geometry is for
+        another mesh.
     """
     if pages <= 0 or requests <= 0:
         raise ValueError(f"pages and requests must be positive, got {pages=}, {requests=}")
+    most = max(geometry.page_size, geometry.index_page_size)
+    if pages * most > MAX_SLOTS:
+        raise ValueError(f"{pages=} of {most} records or index keys are more than int32 slots can name")
     if geometry.dcp != mesh.shape[DCP]:
         raise ValueError(f"the geometry is for dcp={geometry.dcp}, the mesh has dcp={mesh.shape[DCP]}")
     sharding = NamedSharding(mesh, _PAGES)

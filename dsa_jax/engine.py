@@ -188,16 +188,16 @@ class Engine:
             return []
         outputs = self.runner(step, self.cache)
         self.cache = outputs.cache
+        after = {piece.request: self.running[piece.request].pending - piece.count for piece in step.pieces}
+        # Drawn before any request counts the step: if that fails, the step can be run again.
+        tokens = self._sample(outputs.logits, step) if 0 in after.values() else np.zeros(0, np.int64)
         ready = []
         for piece in step.pieces:
             sequence = self.running[piece.request]
             sequence.cached += piece.count
             if sequence.pending == 0:
-                ready.append((sequence, piece.logits_row))
-        if not ready:
-            return []
-        tokens = self._sample(outputs.logits, step)
-        events = [self._take(sequence, int(tokens[row])) for sequence, row in sorted(ready, key=lambda r: r[0].number)]
+                ready.append((sequence, int(tokens[piece.logits_row])))
+        events = [self._take(sequence, token) for sequence, token in sorted(ready, key=lambda r: r[0].number)]
         self.running = [sequence for sequence in self.running if sequence.pending]
         return events
 
@@ -241,7 +241,9 @@ class Engine:
         """Give a request its next token, and its pages back if that ends it."""
         sequence.drawn += 1
         allocator = self.allocators[sequence.group]
-        if self.prefix_reuse:
+        # Hashing the whole request for every token would be quadratic: only once its prompt or another page is full.
+        filled = sequence.drawn == 1 or len(sequence.tokens) % allocator.tokens_per_page == 0
+        if self.prefix_reuse and filled:
             allocator.publish_prefix(sequence.tokens, sequence.pages.tolist())
         finished = None
         if token in self.model.config.eos_token_ids and not sequence.ignore_eos:

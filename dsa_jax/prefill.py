@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dsa_jax.batch import Request, build_step, check_prompts
+from dsa_jax.batch import Request, build_step, check_prompts, check_requests
 from dsa_jax.cache import CacheGeometry, PagedCache, init_cache
 from dsa_jax.model import Model
 from dsa_jax.step import StepRunner
@@ -115,7 +115,8 @@ def prefill(
       The cache, logits and selections.
 
     Raises:
-      ValueError: An option is out of range, or the cache is too small for the batch.
+      ValueError: An option is out of range, the cache is too small for the batch, or a request has too few pages for
+        its pending tokens; nothing has been written, and the cache is still the caller's.
     """
     groups = runner.model.mesh.shape[DATA]
     if batch.groups != groups:
@@ -129,6 +130,8 @@ def prefill(
         raise ValueError(
             f"the cache keeps the state of {cache.slots // groups} requests a data group, the batch has {batch.slots}"
         )
+    # Here and not step by step: a request that runs out half-way would take the donated cache with it.
+    check_requests(batch.requests, batch.geometry, groups=groups, pages=cache.pages // groups)
     vocab = runner.model.config.vocab_size
     pieces_logits: list[list[np.ndarray]] = [[] for _ in batch.requests]
     pieces_selected: list[list[np.ndarray]] = [[] for _ in batch.requests]

@@ -63,7 +63,14 @@ def decide_step(
     """The path of a step: that of its heaviest data group, since all groups run one program.
 
     A function of lengths that every process knows.
+
+    Raises:
+      ValueError: The policy does not fit the mesh or the cache.
     """
+    if policy.index_replicas != geometry.index_replicas:
+        raise ValueError(
+            f"the policy has index_replicas={policy.index_replicas}, the cache has {geometry.index_replicas}"
+        )
     heaviest = max(lengths, key=lambda group: (int(group.seq_lens.sum()), int(group.query_lens.sum())))
     return decide(
         policy,
@@ -73,6 +80,11 @@ def decide_step(
         qsplit=model.mesh.shape[QSPLIT],
         dcp=model.mesh.shape[DCP],
     )
+
+
+def _program(decision: Decision, dcp: int) -> Decision:
+    """The decision without what the layers do not ask for, so that steps that run alike share one program."""
+    return dataclasses.replace(decision, select_all=False, project_first=decision.project_first and dcp > 1)
 
 
 def plan_rows(
@@ -202,7 +214,7 @@ class StepRunner:
         plan = plan_rows(self.decision, step.lengths, rows, kpool=geometry.kpool, **split)
         most = max(int(group.query_lens.max(initial=0)) for group in step.lengths)
         options = StepOptions(
-            decision=self.decision,
+            decision=_program(self.decision, mesh.shape[DCP]),
             ckv_rows=step.ckv_rows,
             index_rows=step.index_rows,
             implementation=self.execution.implementation,

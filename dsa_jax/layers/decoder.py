@@ -143,7 +143,7 @@ class DecoderLayer(nnx.Module):
             q = q.astype(k.dtype)
         else:
             q, q_scale = quantize_power_of_two(q, QUERY_AMAX_FLOOR)
-            weights = weights * q_scale
+            weights = weights * q_scale[..., 0]
         selected = sharded_index_topk(
             q,
             k,

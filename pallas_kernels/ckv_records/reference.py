@@ -251,11 +251,29 @@ def _read(
     fmt: RecordFormat, pages: jax.Array, page: jax.Array, offset: jax.Array, layer: jax.Array | None
 ) -> jax.Array:
     """Records at pages and offsets [rows]; zeros where the page is none."""
-    page_size = fmt.page_size(pages.shape[-len(fmt.page_shape(1)) :])
+    if fmt.dtype.itemsize > 1:
+        return _gather_records(fmt, pages, page, offset, layer)
+
+    def read_words(pages: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+        return _gather_records(fmt, _as_words(pages), page, offset, layer)
+
+    def read_bytes(pages: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+        return _gather_records(fmt, pages, page, offset, layer)
+
+    # On CPUs the view as words would be a copy of all pages.
+    return jax.lax.platform_dependent(pages, page, offset, cuda=read_words, default=read_bytes)
+
+
+def _gather_records(
+    fmt: RecordFormat, pages: jax.Array, page: jax.Array, offset: jax.Array, layer: jax.Array | None
+) -> jax.Array:
+    """`_read` of pages of the format's dtype, or of their view as words."""
+    words = pages.dtype != fmt.dtype
+    rank = len(fmt.page_shape(1))
+    page_size = fmt.page_size((*pages.shape[-rank:-1], pages.shape[-1] * (4 if words else 1)))
     parts = []
-    words = _as_words(pages) if fmt.dtype.itemsize == 1 else pages
     for index, width in _windows(fmt, page_size, page, offset):
-        if words.dtype != pages.dtype:
+        if words:
             width = width // 4
             index = [*index[:-1], index[-1] // 4] if fmt.planar else index
         if layer is not None:
@@ -264,11 +282,11 @@ def _read(
         indices = jax.lax.optimization_barrier(jnp.stack(jnp.broadcast_arrays(*index), axis=-1))  # [rows, n]
         numbers = jax.lax.GatherDimensionNumbers(
             offset_dims=(1,),
-            collapsed_slice_dims=tuple(range(words.ndim - 1)),
+            collapsed_slice_dims=tuple(range(pages.ndim - 1)),
             start_index_map=tuple(range(indices.shape[-1])),
         )
-        sizes = (*(1 for _ in range(words.ndim - 1)), width)
+        sizes = (*(1 for _ in range(pages.ndim - 1)), width)
         mode = jax.lax.GatherScatterMode.FILL_OR_DROP
-        part = jax.lax.gather(words, indices, numbers, sizes, mode=mode, fill_value=0)
-        parts.append(part if words.dtype == pages.dtype else _to_bytes(part))
+        part = jax.lax.gather(pages, indices, numbers, sizes, mode=mode, fill_value=0)
+        parts.append(_to_bytes(part) if words else part)
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)

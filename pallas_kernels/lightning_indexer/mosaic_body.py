@@ -15,7 +15,7 @@ ROWS = 64  # query rows of a tile, the M of a wgmma
 def _accumulate(scores, dots, weights, plain: bool):
     """Add weights [64] * relu(dots [64, N]) to the scores [64, N]."""
     if plain:
-        return scores + lax.broadcast_in_dim(weights, dots.shape, [0]) * jnp.maximum(dots, 0.0)
+        return scores + lax.broadcast_in_dim(weights, dots.shape, [0]) * jnp.where(dots > 0.0, dots, 0.0)
     wgmma = plgpu.Layout.WGMMA
     inline = plgpu.inline_mgpu(
         arg_types=(wgmma, wgmma, wgmma.reduce(1)),

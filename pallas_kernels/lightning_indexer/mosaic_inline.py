@@ -18,7 +18,7 @@ def turn(action: str):
 
 
 def accumulate(ctx, scores, dots, weights):
-    """Add weights * relu(dots) to the scores: a comparison that NaN passes and a predicated FMA for each element.
+    """Add weights * relu(dots) to the scores: a comparison and a predicated FMA for each element.
 
     A maximum and an FMA are as many instructions, but write one register more and compute in every lane.
     """
@@ -41,7 +41,7 @@ def accumulate(ctx, scores, dots, weights):
                             row_weights[half],
                             ms.vector.extract(flat[column, half], [], [e]),
                         ],
-                        "{ .reg .pred %positive; setp.gtu.f32 %positive, $1, 0f00000000; "
+                        "{ .reg .pred %positive; setp.gt.f32 %positive, $1, 0f00000000; "
                         "@%positive fma.rn.f32 $0, $1, $2, $0; }",
                         "=f,f,f,0",
                         has_side_effects=False,

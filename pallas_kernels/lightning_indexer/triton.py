@@ -50,8 +50,7 @@ def score_kernel(
             queries = tl.load(q + line[:, None] * DIM + dim[None, :], mask=row_exists[:, None], other=0.0)
             dots = tl.dot(queries, keys)
             weight = tl.load(weights + line, mask=row_exists, other=0.0)
-            # Not a maximum, which would make a zero of a NaN.
-            scores += weight[:, None] * tl.where(dots <= 0, 0.0, dots)
+            scores += weight[:, None] * tl.where(dots > 0, dots, 0.0)
         if SCALED:
             scores *= tl.load(k_scale + key, mask=key_exists, other=0.0)[None, :]
     if needed or CLEAN:

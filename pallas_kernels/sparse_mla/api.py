@@ -1,5 +1,7 @@
 """Public function of sparse multi-head latent attention."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,19 @@ from pallas_kernels.sparse_mla import plan, reference
 
 OP = "sparse_mla"
 DEFAULT_WORKSPACE_BYTES = 1 << 30
+
+
+def _why_not_triton(q: jax.Array, kv: jax.Array, listed: int, kv_lora_rank: int) -> str | None:
+    if importlib.util.find_spec("jax_triton") is None:
+        return "jax_triton is not installed"
+    if q.dtype != jnp.bfloat16:
+        return f"it takes bfloat16, not {q.dtype.name}"
+    for name, size in (("kv_lora_rank", kv_lora_rank), ("rope width", q.shape[2] - kv_lora_rank)):
+        if size < 16 or size & (size - 1):
+            return f"{name} {size} is not a power of two from 16 on"
+    if 0 in (q.shape[0], q.shape[1], kv.shape[0], listed):
+        return "a dimension is empty"
+    return None
 
 
 def sparse_mla(
@@ -43,8 +58,9 @@ def sparse_mla(
       out_dtype: float32 or bfloat16; None means q's dtype.
       workspace_bytes: Bound on what is held at once for the call: gathered rows for "reference", reordered lists of
         ids for "mosaic_hopper".
-      implementation: "mosaic_hopper" (bfloat16 rows of 512 or 576 columns on compute capability 9) or "reference";
-        None takes the first that supports the call and the device.
+      implementation: "mosaic_hopper" (bfloat16 rows of 512 or 576 columns on compute capability 9), "triton"
+        (bfloat16, on other NVIDIA GPUs, needs jax_triton) or "reference"; None takes the first that supports the call
+        and the device.
 
     Returns:
       Output [T, H, kv_lora_rank] and the natural log-sum-exp of the scaled logits [T, H] float32. A row without a
@@ -73,16 +89,21 @@ def sparse_mla(
     out_dtype = check_dtype(OP, "out_dtype", q.dtype if out_dtype is None else out_dtype, (jnp.float32, jnp.bfloat16))
     q, kv, topk_indices = jnp.asarray(q), jnp.asarray(kv), jnp.asarray(topk_indices)
 
-    def unsupported() -> str | None:
-        if kv_format is not None:
-            return f"it does not read packed records ({kv_format.name})"
-        return plan.unsupported(q, kv, topk_indices.shape[1], softmax_scale, kv_lora_rank)
+    listed = topk_indices.shape[1]
+    packed = None if kv_format is None else f"it does not read packed records ({kv_format.name})"
 
     chosen = dispatch.resolve(
         OP,
         implementation,
         {
-            "mosaic_hopper": (unsupported, dispatch.needs_compute_capability(9)),
+            "mosaic_hopper": (
+                lambda: packed or plan.unsupported(q, kv, listed, softmax_scale, kv_lora_rank),
+                dispatch.needs_compute_capability(9),
+            ),
+            "triton": (
+                lambda: packed or _why_not_triton(q, kv, listed, kv_lora_rank),
+                dispatch.needs_compute_capability(8, 10, 12),
+            ),
             "reference": (dispatch.always, dispatch.always),
         },
     )
@@ -95,6 +116,18 @@ def sparse_mla(
             num_valid=num_valid,
             out_dtype=out_dtype,
             workspace_bytes=workspace_bytes,
+        )
+    if chosen == "triton":
+        from pallas_kernels.sparse_mla import triton  # needs packages that are optional
+
+        return triton.sparse_mla(
+            q,
+            kv,
+            topk_indices,
+            softmax_scale=softmax_scale,
+            kv_lora_rank=kv_lora_rank,
+            num_valid=num_valid,
+            out_dtype=out_dtype,
         )
     return reference.sparse_mla(
         q,

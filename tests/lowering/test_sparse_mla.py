@@ -68,9 +68,9 @@ def test_compiles_for_other_widths_and_outputs(width, out_dtype):
 @require_cuda_plugin
 @pytest.mark.parametrize("keys", [1, 131072, 1 << 20])
 def test_union_compiles_without_spills(keys):
-    ids = jax.ShapeDtypeStruct((64 * 2048,), jnp.int32)
-    lengths = jax.ShapeDtypeStruct((64,), jnp.int32)
-    assert_fits(compile_for("sm_90a", union.build(64, 2048, keys, 8), ids, lengths))
+    ids = jax.ShapeDtypeStruct((72 * 2048,), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((72,), jnp.int32)
+    assert_fits(compile_for("sm_90a", union.build(72, 2048, keys, 8), ids, lengths))
 
 
 @pytest.mark.aot

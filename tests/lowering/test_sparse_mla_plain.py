@@ -43,6 +43,7 @@ def test_equals_the_reference_without_races(heads, blocks, tiles):
         softmax_scale=SCALE,
         kv_lora_rank=LATENT,
         num_valid=None,
+        kv_format=None,
         out_dtype=jnp.dtype(jnp.float32),
         workspace_bytes=1 << 30,
     )

@@ -67,8 +67,6 @@ def q_kv_ids(dtype=jnp.bfloat16, width=576, keys=16, k=4):
         (dict(dtype=jnp.float32), 1.0, 512, "float32"),
         (dict(width=640), 1.0, 512, "640"),
         (dict(), 1.0, 256, "256"),
-        (dict(), 0.0, 512, "positive"),
-        (dict(), -1.0, 512, "positive"),
         (dict(k=0), 1.0, 512, "not 0"),
         (dict(keys=0), 1.0, 512, "and 0"),
     ],
