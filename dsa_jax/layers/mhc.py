@@ -26,10 +26,12 @@ def doubly_stochastic(logits: jax.Array, *, iterations: int, eps: float) -> jax.
     """Matrices [..., n, n] whose rows and columns sum to 1 (Sinkhorn and Knopp), columns normalised last."""
     matrix = jax.nn.softmax(logits, axis=-1) + eps
     matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
-    for _ in range(iterations - 1):
+
+    def normalised(_, matrix: jax.Array) -> jax.Array:
         matrix = matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + eps)
-        matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
-    return matrix
+        return matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
+
+    return jax.lax.fori_loop(0, iterations - 1, normalised, matrix)
 
 
 class Residual(nnx.Module):

@@ -1,15 +1,14 @@
 """The gated delta rule: blocks of tokens against one token after another, in float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsa_jax.layers.delta_rule import chunked, decode_step, recurrence, subblock_size, unit_lower_inverse
+from dsa_jax.layers.delta_rule import chunked, decayed_products, decode_step, recurrence, subblock_size, unit_lower_inverse
 
 HEADS, WIDTH = 2, 16
+compiled = jax.jit(chunked, static_argnames=("max_decay", "workspace_bytes"))
 
 
 def oracle(state, q, k, v, log_decay, beta):
@@ -46,10 +45,12 @@ def blocks(x, block):
 
 
 def run_chunked(state, arguments, block=64, **options):
-    state, out = jax.jit(functools.partial(chunked, max_decay=5.0, **options))(
+    state, out = compiled(
         jnp.asarray(state)[None],
         jnp.zeros(-(-len(arguments[0]) // block), jnp.int32),
         *(blocks(x, block) for x in arguments),
+        max_decay=5.0,
+        **options,
     )
     out = np.moveaxis(np.asarray(out), 2, 1).reshape(-1, HEADS, WIDTH)
     return np.asarray(state[0]), out[: len(arguments[0])]
@@ -85,7 +86,7 @@ def test_extreme_gates(state, gate, same_keys):
 
 def test_gates_that_jump(state):
     """Channels that forget at once beside channels that never do, and both in turns."""
-    arguments = list(tokens(200))
+    arguments = list(tokens(300))
     arguments[3] = np.where(np.random.default_rng(3).random(arguments[3].shape) < 0.5, -5, 0).astype(np.float32)
     want_state, want = oracle(state, *arguments)
     got_state, got = run_chunked(state, arguments)
@@ -93,15 +94,28 @@ def test_gates_that_jump(state):
     np.testing.assert_allclose(got_state, want_state, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [1, 8, 128])
-def test_any_block(state, block):
+@pytest.mark.parametrize(("block", "workspace"), [(1, 1 << 30), (8, 1 << 15), (128, 1 << 30)])
+def test_any_block(state, block, workspace):
     """The block is a matter of speed alone; so is the workspace."""
     arguments = tokens(130)
     want_state, want = oracle(state, *arguments)
-    for workspace in (1 << 30, 1 << 15):
-        got_state, got = run_chunked(state, arguments, block, workspace_bytes=workspace)
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(got_state, want_state, rtol=0, atol=1e-5)
+    got_state, got = run_chunked(state, arguments, block, workspace_bytes=workspace)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got_state, want_state, rtol=0, atol=1e-5)
+
+
+def test_decays_keep_their_digits():
+    """A row next to a key: what both forgot before must not cost the product's digits."""
+    rng = np.random.default_rng(4)
+    log_decay = np.asarray(-5 * rng.random((64, WIDTH)), np.float32)
+    log_decay[1::2] = -1e-3
+    q, k = (np.asarray(rng.random((64, WIDTH)), np.float32) for _ in range(2))
+    (got,) = decayed_products((jnp.asarray(q),), jnp.asarray(k), jnp.asarray(log_decay), max_decay=5.0, precision="highest")
+    upto = np.cumsum(log_decay.astype(np.float64), axis=0)
+    want = np.einsum("ic,jc,ijc->ij", q, k, np.exp(np.minimum(upto[:, None] - upto[None], 0)))
+    rows, keys = np.tril_indices(64)
+    near = rows - keys < 16
+    np.testing.assert_allclose(np.asarray(got)[rows, keys][near], want[rows, keys][near], rtol=3e-6)
 
 
 def test_sequences_keep_their_states(state):
@@ -112,7 +126,7 @@ def test_sequences_keep_their_states(state):
     joined = [jnp.concatenate([*xs, xs[0][:1]]) for xs in zip(*parts, strict=True)]
     sequence = jnp.array([0, 0, 2, 2, 2, -1], jnp.int32)
     start = np.stack([state, 2 * state, 3 * state])
-    got, out = chunked(jnp.asarray(start), sequence, *joined, max_decay=5.0)
+    got, out = compiled(jnp.asarray(start), sequence, *joined, max_decay=5.0)
     np.testing.assert_array_equal(got[1], start[1])
     out = np.moveaxis(np.asarray(out), 2, 1)
     for r, first, count in ((0, 0, 2), (2, 2, 3)):
