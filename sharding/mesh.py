@@ -61,14 +61,23 @@ def query_split_groups(*, tp: int, dcp: int, data: int = 1) -> list[list[int]]:
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Raise ValueError unless `mesh` has the axes ("data", "qsplit", "dcp"); their types are free.
+    """Raise ValueError unless `mesh` has the axes ("data", "qsplit", "dcp"), of any type, and a device of each process.
 
-    A mesh without devices, an `AbstractMesh`, serves to plan.
+    A process without a device in the mesh could not take part in its collectives, so all processes raise. A mesh without
+    devices, an `AbstractMesh`, serves to plan.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if tuple(mesh.axis_names) != AXES:
         raise ValueError(f"mesh must have the axes {AXES}, got {tuple(mesh.axis_names)}")
+    if isinstance(mesh, AbstractMesh):
+        return
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) < jax.process_count():
+        raise ValueError(
+            f"mesh of {mesh.size} devices is on processes {sorted(processes)} alone, there are {jax.process_count()}:"
+            " every process needs a device in it"
+        )
 
 
 def tp_size(mesh: Mesh) -> int:
