@@ -41,7 +41,7 @@ class CacheGeometry:
     interleave: int = 1
     index_replicas: int = 1
     kpool: int = 1
-    state_dtype: np.dtype = np.dtype(np.float32)
+    state_dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
 
     def __post_init__(self):
         """Check that the sizes fit each other."""
@@ -151,8 +151,8 @@ class PagedCache:
     """Pages of every layer and the state of each request; donated to the step that writes them.
 
     Attributes:
-      ckv: [sparse layers, pages, page_size * dcp, record] split over "data" by pages and over "dcp" inside a page; on a rank
-        [layers, pages, *geometry.ckv.page_shape(page_size)].
+      ckv: [sparse layers, pages, page_size * dcp, record] split over "data" by pages and over "dcp" inside a page; on a
+        rank [layers, pages, *geometry.ckv.page_shape(page_size)].
       index_keys: The same for the full layers, with the index keys' format; a planar format has flat pages.
       state: What is kept of each request besides.
       geometry: What the bytes mean.

@@ -8,6 +8,7 @@ cache follow; workspaces are an upper estimate of what a step holds at a time, t
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ class Plan:
         return sum(sum(part.values()) for part in (self.weights, self.caches, self.workspaces))
 
 
-def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh | AbstractMesh) -> AbstractStep:
+def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Any) -> AbstractStep:
     """The prompt's last step on a mesh, which may have no devices.
 
     Raises:
@@ -130,7 +131,7 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh | Abstra
     if options.keep_fp8 and config.quantization is not None:
         kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), published_fp8)
         model = abstract_model(config, mesh, kept)
-    arrays = {
+    arrays: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(
             spec.shape, dtype if spec.dtype is None else spec.dtype, sharding=NamedSharding(mesh, spec.spec)
         )
@@ -139,7 +140,7 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh | Abstra
     model = fill_parameters(model, arrays)
     sizes = {name: getattr(options, name) for name in ("page_size", "interleave", "index_replicas")}
     formats = {"kv_format": options.kv_format, "index_format": options.index_format}
-    geometry = CacheGeometry.for_model(config, mesh, dtype, **formats, **sizes)
+    geometry = CacheGeometry.for_model(config, mesh, dtype, **dict[str, Any](formats | sizes))
     pages = -(-options.context // geometry.tokens_per_page)
     step = last_step(options, geometry, pages)
     decision = decide_step(model, geometry, step.lengths, options.execution.policy)

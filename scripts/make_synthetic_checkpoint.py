@@ -58,7 +58,7 @@ def first_layers(raw: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 def tensors_of(config: ModelConfig) -> list[Tensor]:
     """Tensors of a checkpoint, in the order of the layers."""
-    mesh = AbstractMesh((1, 1, 1), AXES)
+    mesh: Any = AbstractMesh((1, 1, 1), AXES)
     model = abstract_model(config, mesh)
     if config.quantization is not None:
         kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), published_fp8)

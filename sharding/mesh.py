@@ -63,8 +63,8 @@ def query_split_groups(*, tp: int, dcp: int, data: int = 1) -> list[list[int]]:
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     """Raise ValueError unless `mesh` has the axes ("data", "qsplit", "dcp"), of any type, and a device of each process.
 
-    A process without a device in the mesh could not take part in its collectives, so all processes raise. A mesh without
-    devices, an `AbstractMesh`, serves to plan.
+    A process without a device in the mesh could not take part in its collectives, so all processes raise. A mesh
+    without devices, an `AbstractMesh`, serves to plan.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")

@@ -100,6 +100,7 @@ class DecoderLayer(nnx.Module):
         """Declare the parameters of one layer, or of `stack` layers of one kind."""
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack=stack)
         self.hc_attn = residual(config, stack=stack)
+        self.self_attn: Any  # which of the two is known from `kind`, not to the type checker
         if kind.linear:
             self.self_attn = LinearAttention(config, stack=stack)
         else:
@@ -190,6 +191,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, LayerOutputs]:
         """Partial output of linear attention [T, hidden], and what the layer leaves behind."""
         state, slots, rows = cache.state, context.state_slots, context.states
+        assert rows is not None
         kda, conv = (state.read(name, place.state, slots) for name in ("kda", "conv"))
         with jax.named_scope("linear_attention"):
             out, kda, conv = self.self_attn(hidden, kda, conv, rows, context.options.workspace_bytes)

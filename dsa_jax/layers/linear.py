@@ -1,5 +1,8 @@
 """Linear maps and norms, with weights in the orientation of Hugging Face checkpoints."""
 
+# Modules gain attributes while they are built, which the type checker cannot see.
+# pyright: reportAttributeAccessIssue=false
+
 import jax
 import jax.numpy as jnp
 from flax import nnx

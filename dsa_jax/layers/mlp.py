@@ -1,5 +1,8 @@
 """Dense MLP and mixture of experts, each rank holding a share; outputs are partial sums over TP."""
 
+# Modules gain attributes while they are built, which the type checker cannot see.
+# pyright: reportAttributeAccessIssue=false
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
