@@ -1,6 +1,7 @@
 """Host-side description of a step: which tokens of which requests, built with numpy int64 and checked."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ class Request:
 
     def append(self, token: int) -> None:
         """Add a token at the end."""
-        self.tokens = np.append(self.tokens, np.int64(token))
+        self.tokens = np.append(self.tokens, np.int64(operator.index(token)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.run(args)
     except BrokenPipeError:
         return 1
-    except (ValueError, OSError, OutOfPagesError) as error:
+    except (ValueError, OSError, OutOfPagesError, OverflowError, RecursionError, MemoryError) as error:
         if args.debug:
             raise
         message = " ".join(str(error).split())

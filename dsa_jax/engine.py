@@ -16,6 +16,7 @@ from dsa_jax.page_allocator import OutOfPagesError, PageAllocator
 from dsa_jax.prefill import DEFAULT_CHUNK_SIZE
 from dsa_jax.sampling import SamplingConfig, request_keys, sample
 from dsa_jax.step import Execution, StepRunner
+from pallas_kernels.checks import check_positive
 from sharding.mesh import DATA
 
 
@@ -49,8 +50,7 @@ class EngineOptions:
     def __post_init__(self):
         """Check the sizes that no other object checks."""
         for name in ("chunk_size", "max_states"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {name}={getattr(self, name)}")
+            check_positive("EngineOptions", name, getattr(self, name))
 
     def geometry(self, model: Model) -> CacheGeometry:
         """Geometry of the cache for a model."""
@@ -155,8 +155,9 @@ class Engine:
           ValueError: The prompt or `max_new_tokens` is out of range.
           OutOfPagesError: It needs more pages than a data group has; nothing has changed.
         """
-        if max_new_tokens <= 0:
-            raise ValueError(f"max_new_tokens must be positive, got {max_new_tokens=}")
+        max_new_tokens = check_positive("add", "max_new_tokens", max_new_tokens)
+        if sampling is not None and not isinstance(sampling, SamplingConfig):
+            raise ValueError(f"add: sampling must be a SamplingConfig or None, got {sampling!r}")
         config = self.model.config
         (tokens,) = check_prompts([prompt], config.vocab_size, config.max_position_embeddings)
         needed, total = self.pages_needed(len(tokens), max_new_tokens), self.allocators[0].num_pages

@@ -133,7 +133,10 @@ def prefill(
         )
     # Here and not step by step: a request that runs out half-way would take the donated cache with it.
     check_requests(batch.requests, batch.geometry, groups=groups, pages=cache.pages // groups)
-    vocab = runner.model.config.vocab_size
+    config = runner.model.config
+    vocab = config.vocab_size
+    # Again, because tokens were appended since.
+    check_prompts([request.tokens for request in batch.requests], vocab, config.max_position_embeddings)
     pieces_logits: list[list[np.ndarray]] = [[] for _ in batch.requests]
     pieces_selected: list[list[np.ndarray]] = [[] for _ in batch.requests]
     while True:

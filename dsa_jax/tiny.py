@@ -146,7 +146,7 @@ def write_tiny(folder: str | Path, family: str, seed: int = 0) -> ModelConfig:
     that readers skip, and a tokenizer with one token for each byte. The same seed writes the same files.
 
     Args:
-      folder: Folder to write to; made if missing. Files of the same names in it are replaced.
+      folder: Folder to write to; it must not exist or be empty.
       family: "glm5" (every layer owns an indexer), "glm52" (layers share indexers), "dsv32" (DeepSeek-V3.2: yarn,
         index RoPE over halves, grouped routing) or "glm53_flash" (linear attention in most layers, pooled index keys,
         several residual streams; no vision tower).
@@ -156,12 +156,15 @@ def write_tiny(folder: str | Path, family: str, seed: int = 0) -> ModelConfig:
       The configuration of the checkpoint.
 
     Raises:
-      ValueError: The family is unknown or the seed is negative.
+      ValueError: The family is unknown, the seed is negative, or the folder holds something.
     """
     if family not in _FAMILIES:
         raise ValueError(f"{family=} is unknown; one of {FAMILIES}")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed must be an int >= 0, got {seed!r}")
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: what it holds would be mixed with the new checkpoint")
     raw = _COMMON | _FAMILIES[family]
     eos = [_NUM_BYTES + i for i in range(len(_SPECIAL[raw["model_type"]]))]
     raw["eos_token_id"] = eos if len(eos) > 1 else eos[0]
@@ -169,7 +172,6 @@ def write_tiny(folder: str | Path, family: str, seed: int = 0) -> ModelConfig:
         text = {name: value for name, value in raw.items() if name not in _WHOLE} | {"model_type": "glm5_next_text"}
         raw = {name: raw[name] for name in (*_WHOLE, "eos_token_id")} | {"text_config": text}
     config = ModelConfig.from_dict(raw)
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(folder, dict(tensors(config, np.random.default_rng(seed))))
     _write_tokenizer(folder, _SPECIAL[config.model_type])
