@@ -261,7 +261,9 @@ def _check(
     ]
     raise_problems(folder, [*problems, *missing, *extra])
     if skipped := sorted(name for name in headers if name not in expected):
-        _LOGGER.info("%s: %d tensors that the model does not use are skipped, %s first", folder, len(skipped), skipped[0])
+        _LOGGER.info(
+            "%s: %d tensors that the model does not use are skipped, %s first", folder, len(skipped), skipped[0]
+        )
     return stored
 
 

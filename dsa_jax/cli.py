@@ -60,7 +60,11 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", type=_positive, default=1, help="groups that serve requests of their own")
     parser.add_argument("--chunk-size", type=_positive, default=2048, help="most rows of a prefill step")
-    parser.add_argument("--latent-norm-eps", type=float, help="eps of the two latent norms (default: 1e-6; GLM-5.3-Flash: its rms_norm_eps)")
+    parser.add_argument(
+        "--latent-norm-eps",
+        type=float,
+        help="eps of the two latent norms (default: 1e-6; GLM-5.3-Flash: its rms_norm_eps)",
+    )
     cache = parser.add_argument_group("cache")
     cache.add_argument("--page-size", type=_positive, default=64, help="tokens of a page on each rank")
     cache.add_argument("--kv-format", choices=KV_FORMATS, default="auto", help="format of the cached KV")

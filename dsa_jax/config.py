@@ -1,8 +1,8 @@
 """Configuration of a model, read from the config.json of a Hugging Face checkpoint.
 
 Supported are `glm_moe_dsa` (GLM-5, 5.1, 5.2, 5.3), `deepseek_v32` (DeepSeek-V3.2) and the text model of `glm5_next`
-(GLM-5.3-Flash). Fields that change what is computed are honoured or refused. `head_dim` is not read: it means something else in each release. Nor are fields about
-training or deployment (dropout, ep_size, ...).
+(GLM-5.3-Flash). Fields that change what is computed are honoured or refused. `head_dim` is not read: it means something
+else in each release. Nor are fields about training or deployment (dropout, ep_size, ...).
 """
 
 import dataclasses

@@ -92,7 +92,9 @@ def linear_attention(fields: Fields, num_layers: int) -> tuple[KdaConfig, tuple[
     for name, wanted in (("kda_layers", True), ("full_attn_layers", False)):
         derived = [layer for layer, is_linear in enumerate(linear) if is_linear == wanted]
         if section.has(name) and section.get(name) != derived:
-            raise ConfigError(f"{section.label(name)}={section.get(name)!r} contradicts layer_types, whose are {derived}")
+            raise ConfigError(
+                f"{section.label(name)}={section.get(name)!r} contradicts layer_types, whose are {derived}"
+            )
     if all(linear):
         raise ConfigError("layer_types must have a layer of sparse attention, got none")
     bound = section.get("gate_lower_bound")

@@ -95,9 +95,7 @@ def _sparse_attention(
             yield attention + "indexer.index_kpool_compress_gate", random.linear(width, hidden)
 
 
-def _linear_attention(
-    kda: KdaConfig, random: Random, attention: str, hidden: int
-) -> Iterator[tuple[str, np.ndarray]]:
+def _linear_attention(kda: KdaConfig, random: Random, attention: str, hidden: int) -> Iterator[tuple[str, np.ndarray]]:
     for name in ("q", "k", "v"):
         yield f"{attention}{name}_proj.weight", random.linear(kda.width, hidden)
         yield f"{attention}{name}_conv1d.weight", random.normal(kda.width, 1, kda.conv_size, std=kda.conv_size**-0.5)
@@ -112,9 +110,7 @@ def _linear_attention(
     yield attention + "o_proj.weight", random.linear(hidden, kda.width)
 
 
-def _hyper_connections(
-    random: Random, prefix: str, streams: int, hidden: int
-) -> Iterator[tuple[str, np.ndarray]]:
+def _hyper_connections(random: Random, prefix: str, streams: int, hidden: int) -> Iterator[tuple[str, np.ndarray]]:
     gates = streams * (2 + streams)
     for name in ("attn", "ffn"):
         yield f"{prefix}hc_{name}_fn", random.linear(gates, streams * hidden)

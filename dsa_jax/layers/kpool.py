@@ -4,12 +4,9 @@ Pool j of a request is its tokens P*j .. P*j + P - 1. A row sees the pools whose
 when it completes it; the tokens behind them, at most P - 1, are its tail.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from dsa_jax.config import ModelConfig
 from dsa_jax.layers.context import StepContext
