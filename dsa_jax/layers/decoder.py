@@ -134,6 +134,7 @@ class DecoderLayer(nnx.Module):
         Returns:
           The selection, the step's own index keys as they are stored, and what the cache keeps of open pools.
         """
+        assert isinstance(self.self_attn, SparseAttention)
         indexer, fmt = self.self_attn.indexer, context.index_keys.fmt
         q, own, weights = indexer(hidden, q_latent, context.cos, context.sin)
         own, ring = indexer.own_keys(hidden, own, context, cache.state.read("ring", layer, context.state_slots))
@@ -164,6 +165,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, Selection, LayerOutputs]:
         """Partial output of sparse attention [T, hidden], the selection, and what the layer leaves behind."""
         attention, selection, index_keys, ring = self.self_attn, carry.selection, None, None
+        assert isinstance(attention, SparseAttention)
         q_latent = attention.query_latent(hidden)
         if self.kind.full:
             with jax.named_scope("indexer"):
@@ -191,6 +193,8 @@ class DecoderLayer(nnx.Module):
         """Partial output of linear attention [T, hidden], and what the layer leaves behind."""
         state, slots, rows = cache.state, context.state_slots, context.states
         kda, conv = (state.read(name, place.state, slots) for name in ("kda", "conv"))
+        assert isinstance(self.self_attn, LinearAttention) and kda is not None and conv is not None
+        assert rows is not None
         with jax.named_scope("linear_attention"):
             out, kda, conv = self.self_attn(hidden, kda, conv, rows, context.options.workspace_bytes)
         return out, LayerOutputs(kda=kda, conv=conv)
