@@ -28,7 +28,7 @@ class StepInputs:
     """Arrays of one step, those of the data groups one after another along the first axis.
 
     Of each group: T rows, R requests, P pages a request; all padded to buckets. The rows of a request follow one
-    another; requests with a single row, which decode, come first. Positions and slots follow from the lengths, on the
+    another; those that decode, by a single row, come first. Positions and slots follow from the lengths, on the
     device: see `sharding.rows` and `sharding.ownership`.
 
     Attributes:

@@ -36,11 +36,16 @@ POLICY_FLAGS = (
 )
 
 
-def _policy(args: argparse.Namespace) -> PrefillPolicy:
+def policy_from_flags(args: argparse.Namespace) -> PrefillPolicy:
     """The policy that the flags describe; flags that are not given leave what `--policy` says."""
     base = PrefillPolicy.stock() if args.policy == "stock" else PrefillPolicy()
     given = {name: getattr(args, name) for name in POLICY_FLAGS if getattr(args, name) is not None}
     return dataclasses.replace(base, index_replicas=args.index_replicas, **given)
+
+
+def execution_from_flags(args: argparse.Namespace) -> Execution:
+    """How steps run, as the flags say."""
+    return Execution(policy=policy_from_flags(args), expert_exchange=args.expert_exchange)
 
 
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
@@ -51,7 +56,7 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
         index_format=args.index_format,
         interleave=args.interleave,
         index_replicas=args.index_replicas,
-        execution=Execution(policy=_policy(args)),
+        execution=execution_from_flags(args),
     )
 
 
@@ -59,7 +64,8 @@ def _load(args: argparse.Namespace) -> Model:
     config = ModelConfig.from_folder(args.checkpoint, latent_norm_eps=args.latent_norm_eps)
     tp = default_tp(config, len(jax.devices()) // args.data) if args.tp is None else args.tp
     mesh = make_mesh(tp=tp, dcp=args.dcp, data=args.data)
-    return from_pretrained(args.checkpoint, mesh, args.dtype, latent_norm_eps=args.latent_norm_eps, progress=True)
+    options = {"weights": args.weights, "latent_norm_eps": args.latent_norm_eps}
+    return from_pretrained(args.checkpoint, mesh, args.dtype, progress=True, **options)
 
 
 def _prompts(args: argparse.Namespace) -> tuple[list[list[int]], Tokenizer | None]:
@@ -159,7 +165,7 @@ def run_tiny(args: argparse.Namespace) -> None:
 
 def run_convert(args: argparse.Namespace) -> None:
     """`dsa-jax convert`."""
-    convert(args.source, args.target, args.dtype, progress=True)
+    convert(args.source, args.target, args.dtype, weights=args.weights, progress=True)
     print(args.target)
 
 

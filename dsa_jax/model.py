@@ -1,6 +1,7 @@
 """The model as a `flax.nnx` module, and its forward pass on one rank."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,12 +12,14 @@ from jax.sharding import Mesh
 from dsa_jax.batch import StepInputs
 from dsa_jax.cache import PagedCache
 from dsa_jax.config import ModelConfig
+from dsa_jax.fp8_weights import keep_fp8
 from dsa_jax.layers.attention import gather_layer, no_selection
 from dsa_jax.layers.context import StepContext, StepOptions, make_context
 from dsa_jax.layers.decoder import DecoderLayer, LayerCarry, LayerOutputs
 from dsa_jax.layers.linear import RMSNorm, contract
 from dsa_jax.layers.mhc import close_streams, open_streams
 from dsa_jax.params import ParamSpec, Source, declare, partition_spec, round_up
+from dsa_jax.quantization import SCALE_SUFFIX
 from dsa_jax.segments import Segment, plan_segments
 from sharding.mesh import TP_AXES, check_mesh, tp_size
 
@@ -173,9 +176,25 @@ def run_segment(
     return jax.lax.scan(body, carry, (repeats, [state for _, state in split]))
 
 
-def abstract_model(config: ModelConfig, mesh: Mesh) -> Model:
-    """The model with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: Model(config, mesh))
+def abstract_model(config: ModelConfig, mesh: Mesh, fp8: Collection[str] = ()) -> Model:
+    """The model with shapes in place of arrays.
+
+    Args:
+      config: Its sizes.
+      mesh: Mesh that its parameters are split over.
+      fp8: Parameters that stay FP8, see `dsa_jax.fp8_weights`.
+
+    Raises:
+      ValueError: The heads do not divide by the mesh's TP size, or a parameter of `fp8` cannot be FP8.
+    """
+
+    def declared() -> Model:
+        model = Model(config, mesh)
+        if fp8:
+            keep_fp8(model, fp8, config.quantization.block if config.quantization else None)
+        return model
+
+    return nnx.eval_shape(declared)
 
 
 def parameter_specs(model: Model) -> dict[str, ParamSpec]:
@@ -202,8 +221,10 @@ def _sources(plan: tuple[Segment, ...], path: tuple, stored: tuple[int, ...], te
     for repeat in range(segment.repeats):
         prefix = f"{tensor_prefix}layers.{segment.layer(position, repeat)}"
         if "experts" in names:
+            projection = names[-1].removesuffix(SCALE_SUFFIX)
+            tensor = f"{projection}.weight{names[-1][len(projection) :]}"
             for expert in range(stored[0]):
-                yield Source(f"{prefix}.mlp.experts.{expert}.{names[-1]}.weight", stored[1:], (repeat, expert))
+                yield Source(f"{prefix}.mlp.experts.{expert}.{tensor}", stored[1:], (repeat, expert))
         else:
             # The parameters of the residual connections have no module of their own in checkpoints.
             name = "_".join(names) if names[0].startswith("hc_") else ".".join(names)

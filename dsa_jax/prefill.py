@@ -9,6 +9,7 @@ import numpy as np
 from dsa_jax.batch import Request, build_step, check_prompts, check_requests
 from dsa_jax.cache import CacheGeometry, PagedCache, init_cache
 from dsa_jax.model import Model
+from dsa_jax.multihost import to_host
 from dsa_jax.step import StepRunner
 from sharding.mesh import DATA
 
@@ -141,8 +142,8 @@ def prefill(
             break
         outputs = runner(step, cache, return_selected=return_selected)
         cache = outputs.cache
-        values = None if logits == "none" else np.asarray(outputs.logits)
-        selected = None if outputs.selected is None else np.asarray(outputs.selected)
+        values = None if logits == "none" else to_host(outputs.logits)
+        selected = None if outputs.selected is None else to_host(outputs.selected)
         for piece in step.pieces:
             request = batch.requests[piece.request]
             request.cached += piece.count

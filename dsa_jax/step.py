@@ -15,6 +15,7 @@ from dsa_jax.cache import CacheGeometry, PagedCache, cache_specs
 from dsa_jax.config import ModelConfig
 from dsa_jax.layers.context import StepOptions
 from dsa_jax.model import Model, StepOutputs
+from dsa_jax.multihost import check_agreement, to_devices
 from dsa_jax.params import partition_spec
 from sharding.cost_model import AttentionFacts
 from sharding.indexer_sharding import IndexSharding, split_size
@@ -34,11 +35,14 @@ class Execution:
       policy: Which sharded paths a step may take.
       implementation: Implementation of the kernels, or None for the fastest the device supports.
       workspace_bytes: Bound on the temporaries of one operation, in bytes.
+      expert_exchange: Whether ranks send rows to their experts. The residual stream is the same on every rank, so that
+        all rows are where their experts are already: an exchange moves more bytes and routes a share of the rows.
     """
 
     policy: PrefillPolicy = dataclasses.field(default_factory=PrefillPolicy)
     implementation: str | None = None
     workspace_bytes: int = 1 << 30
+    expert_exchange: bool = False
 
 
 def attention_facts(config: ModelConfig, geometry: CacheGeometry, dtype: jax.typing.DTypeLike) -> AttentionFacts:
@@ -85,6 +89,11 @@ def decide_step(
 def _program(decision: Decision, dcp: int) -> Decision:
     """The decision without what the layers do not ask for, so that steps that run alike share one program."""
     return dataclasses.replace(decision, select_all=False, project_first=decision.project_first and dcp > 1)
+
+
+def _without_costs(options: StepOptions) -> StepOptions:
+    """The options without what the cost model says in floats, which may round differently on another host."""
+    return dataclasses.replace(options, decision=dataclasses.replace(options.decision, candidates=()))
 
 
 def plan_rows(
@@ -195,13 +204,20 @@ class StepRunner:
     """
 
     def __init__(self, model: Model, execution: Execution | None = None):
-        """Prepare to run `model`."""
+        """Prepare to run `model`; with several processes, in all of them.
+
+        Raises:
+          DisagreementError: The processes have different models, meshes, versions of jax or options.
+        """
         self.model = model
         self.execution = Execution() if execution is None else execution
         self.compile_seconds = 0.0
         self.decision: Decision | None = None
         self._state = nnx.state(model)
         self._inputs_sharding = NamedSharding(model.mesh, PartitionSpec(DATA))
+        ranks = np.array([device.id for device in model.mesh.devices.flat]).reshape(model.mesh.devices.shape)
+        runs = (model.config, model.dtype, model.mesh.axis_types, jax.__version__, self.execution)
+        check_agreement("model, mesh or options", ranks, *runs)
 
     def prepare(
         self, step: Step, geometry: CacheGeometry, *, return_selected: bool = False
@@ -220,14 +236,21 @@ class StepRunner:
             implementation=self.execution.implementation,
             workspace_bytes=self.execution.workspace_bytes,
             return_selected=return_selected,
+            expert_exchange=self.execution.expert_exchange,
             single_rows=self.model.config.kda is not None and most <= 1,
         )
         inputs = dataclasses.replace(step.inputs, plan=plan)
-        return jax.device_put(inputs, self._inputs_sharding), options
+        return to_devices(inputs, self._inputs_sharding), options
 
     def __call__(self, step: Step, cache: PagedCache, *, return_selected: bool = False) -> StepOutputs:
-        """Run one step; `cache` is donated and must not be used again."""
+        """Run one step; `cache` is donated and must not be used again.
+
+        Raises:
+          DisagreementError: Processes are about to run different steps; the cache is as it was.
+        """
         inputs, options = self.prepare(step, cache.geometry, return_selected=return_selected)
+        sizes = (cache.geometry, cache.ckv.shape, cache.index_keys.shape, _without_costs(options))
+        check_agreement("requests, cache or options of a step", *jax.tree.leaves(step.inputs), *sizes)
         started = time.perf_counter()
         compiled = compile_step(self.model, inputs, cache, options)
         self.compile_seconds += time.perf_counter() - started

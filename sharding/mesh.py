@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 DATA, QSPLIT, DCP = "data", "qsplit", "dcp"
 AXES = (DATA, QSPLIT, DCP)
@@ -60,12 +60,24 @@ def query_split_groups(*, tp: int, dcp: int, data: int = 1) -> list[list[int]]:
     return np.swapaxes(grid, 1, 2).reshape(-1, tp // dcp).tolist()
 
 
-def check_mesh(mesh: Mesh) -> None:
-    """Raise ValueError unless `mesh` has the axes ("data", "qsplit", "dcp"); their types are free."""
-    if not isinstance(mesh, Mesh):
+def check_mesh(mesh: Mesh | AbstractMesh) -> None:
+    """Raise ValueError unless `mesh` has the axes ("data", "qsplit", "dcp"), of any type, and a device of each process.
+
+    A process without a device in the mesh could not take part in its collectives, so all processes raise. A mesh
+    without devices, an `AbstractMesh`, serves to plan.
+    """
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if tuple(mesh.axis_names) != AXES:
         raise ValueError(f"mesh must have the axes {AXES}, got {tuple(mesh.axis_names)}")
+    if isinstance(mesh, AbstractMesh):
+        return
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) < jax.process_count():
+        raise ValueError(
+            f"mesh of {mesh.size} devices is on processes {sorted(processes)} alone, there are {jax.process_count()}:"
+            " every process needs a device in it"
+        )
 
 
 def tp_size(mesh: Mesh) -> int:

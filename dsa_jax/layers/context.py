@@ -33,6 +33,7 @@ class StepOptions:
       implementation: Implementation of the kernels, or None for the fastest the device supports.
       workspace_bytes: Bound on the temporaries of one operation, in bytes.
       return_selected: Whether selections are returned.
+      expert_exchange: Whether ranks send rows to their experts instead of serving all rows with their own.
       single_rows: Whether no request has more than one row; only models that keep states run another program then.
     """
 
@@ -42,6 +43,7 @@ class StepOptions:
     implementation: str | None = None
     workspace_bytes: int = 1 << 30
     return_selected: bool = False
+    expert_exchange: bool = False
     single_rows: bool = False
 
     @property

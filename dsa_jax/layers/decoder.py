@@ -100,6 +100,7 @@ class DecoderLayer(nnx.Module):
         """Declare the parameters of one layer, or of `stack` layers of one kind."""
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack=stack)
         self.hc_attn = residual(config, stack=stack)
+        self.self_attn: Any  # which of the two is known from `kind`, not to the type checker
         if kind.linear:
             self.self_attn = LinearAttention(config, stack=stack)
         else:
@@ -174,7 +175,7 @@ class DecoderLayer(nnx.Module):
             record = pack(context.ckv.fmt, attention.record(hidden, context.cos, context.sin))
             values = attend(
                 attention.absorbed_query(q_latent, context.cos, context.sin),
-                attention.value_rows(),
+                attention.value_rows(hidden.dtype),
                 cache.ckv,
                 place.ckv,
                 record,
@@ -192,6 +193,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, LayerOutputs]:
         """Partial output of linear attention [T, hidden], and what the layer leaves behind."""
         state, slots, rows = cache.state, context.state_slots, context.states
+        assert rows is not None
         kda, conv = (state.read(name, place.state, slots) for name in ("kda", "conv"))
         assert isinstance(self.self_attn, LinearAttention) and kda is not None and conv is not None
         assert rows is not None
@@ -227,7 +229,8 @@ class DecoderLayer(nnx.Module):
         x = self.hc_attn.write(carry.x, jax.lax.psum(out, TP_AXES), gates)
         with jax.named_scope("mlp"):
             mixed, gates = self.hc_ffn.read(x)
-            out = self.mlp(self.post_attention_layernorm(mixed))
+            exchange = {"exchange": context.options.expert_exchange} if self.kind.sparse_mlp else {}
+            out = self.mlp(self.post_attention_layernorm(mixed), **exchange)
             x = self.hc_ffn.write(x, jax.lax.psum(out, TP_AXES), gates)
         if fetch:
             # Ties the gather to this layer: it starts before the layer's work and is awaited behind it.

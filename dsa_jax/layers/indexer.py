@@ -52,7 +52,7 @@ class Indexer(nnx.Module):
         weights = jnp.einsum(
             "ti,hi->th",
             hidden.astype(jnp.float32),
-            self.weights_proj.weight[...].astype(jnp.float32),
+            self.weights_proj.values(jnp.dtype(jnp.float32)).astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
         weights = weights * (index.num_heads**-0.5 * index.head_dim**-0.5)

@@ -1,5 +1,8 @@
 """Kimi Delta Attention (arXiv:2510.26692): linear attention with a state for each request, on this rank's heads."""
 
+# Modules gain attributes while they are built, which the type checker cannot see.
+# pyright: reportAttributeAccessIssue=false
+
 import jax
 import jax.numpy as jnp
 from flax import nnx

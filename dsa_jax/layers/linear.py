@@ -1,9 +1,13 @@
 """Linear maps and norms, with weights in the orientation of Hugging Face checkpoints."""
 
+# Modules gain attributes while they are built, which the type checker cannot see.
+# pyright: reportAttributeAccessIssue=false
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsa_jax.fp8_weights import dequantize_shard
 from dsa_jax.params import declare
 
 
@@ -19,15 +23,23 @@ def contract(subscripts: str, x: jax.Array, weight: jax.Array, dtype: jnp.dtype 
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T` with weight [out, in]."""
+    """`x @ weight.T` with weight [out, in], which may be kept in FP8; see `dsa_jax.fp8_weights`."""
+
+    FP8 = ("weight",)
 
     def __init__(self, out_features: int, in_features: int, *, axes=(None, None), stack=None, stored=None):
         """Declare the weight; see `dsa_jax.params.declare` for `axes`, `stack` and `stored`."""
         self.weight = declare(out_features, in_features, axes=axes, stack=stack, stored=stored)
 
+    def values(self, dtype: jnp.dtype) -> jax.Array:
+        """Share of the weight that this rank holds; in `dtype` if it is kept in FP8, as it is otherwise."""
+        if not hasattr(self, "weight_scale_inv"):
+            return self.weight[...]
+        return dequantize_shard(self.weight, self.weight_scale_inv, self.block, dtype)
+
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         """Map x [..., in] to [..., out] of `dtype` (None: x's dtype)."""
-        return contract("...i,oi->...o", x, self.weight[...], dtype)
+        return contract("...i,oi->...o", x, self.values(x.dtype), dtype)
 
 
 class RMSNorm(nnx.Module):
