@@ -15,6 +15,7 @@ from sharding.mesh import DATA, DCP, TP_AXES
 from sharding.ownership import check_ownership
 
 DEFAULT_PAGE_SIZE = 64
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class CacheGeometry:
     interleave: int = 1
     index_replicas: int = 1
     kpool: int = 1
-    state_dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
+    state_dtype: np.dtype = _FLOAT32
 
     def __post_init__(self):
         """Check that the sizes fit each other."""
@@ -199,7 +200,7 @@ def _state_shapes(config: ModelConfig, geometry: CacheGeometry, slots: int, mesh
     leaves, kda = {}, config.kda
     if kda is not None:
         layers, size = config.num_layers - len(config.sparse_layers), kda.head_dim
-        leaves["kda"] = leaf("kda", layers, kda.num_heads, size, size, dtype=np.dtype(np.float32))
+        leaves["kda"] = leaf("kda", layers, kda.num_heads, size, size, dtype=_FLOAT32)
         leaves["conv"] = leaf("conv", layers, kda.num_heads, kda.conv_size - 1, 3, size)
     if config.index_kpool > 1:
         full = config.indexer_types.count("full")

@@ -135,6 +135,7 @@ class DecoderLayer(nnx.Module):
         Returns:
           The selection, the step's own index keys as they are stored, and what the cache keeps of open pools.
         """
+        assert isinstance(self.self_attn, SparseAttention)
         indexer, fmt = self.self_attn.indexer, context.index_keys.fmt
         q, own, weights = indexer(hidden, q_latent, context.cos, context.sin)
         own, ring = indexer.own_keys(hidden, own, context, cache.state.read("ring", layer, context.state_slots))
@@ -165,6 +166,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, Selection, LayerOutputs]:
         """Partial output of sparse attention [T, hidden], the selection, and what the layer leaves behind."""
         attention, selection, index_keys, ring = self.self_attn, carry.selection, None, None
+        assert isinstance(attention, SparseAttention)
         q_latent = attention.query_latent(hidden)
         if self.kind.full:
             with jax.named_scope("indexer"):
@@ -193,6 +195,8 @@ class DecoderLayer(nnx.Module):
         state, slots, rows = cache.state, context.state_slots, context.states
         assert rows is not None
         kda, conv = (state.read(name, place.state, slots) for name in ("kda", "conv"))
+        assert isinstance(self.self_attn, LinearAttention) and kda is not None and conv is not None
+        assert rows is not None
         with jax.named_scope("linear_attention"):
             out, kda, conv = self.self_attn(hidden, kda, conv, rows, context.options.workspace_bytes)
         return out, LayerOutputs(kda=kda, conv=conv)

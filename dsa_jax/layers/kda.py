@@ -36,9 +36,9 @@ class LinearAttention(nnx.Module):
         assert config.kda is not None
         kda, hidden = config.kda, config.hidden_size
         heads = {"axes": ("heads", None), "stack": stack}
-        for name in ("q", "k", "v"):
-            setattr(self, f"{name}_proj", Linear(kda.width, hidden, **heads))
-            setattr(self, f"{name}_conv1d", ShortConv(kda.width, kda.conv_size, stack=stack))
+        self.q_proj, self.k_proj, self.v_proj = (Linear(kda.width, hidden, **heads) for _ in range(3))
+        convs = (ShortConv(kda.width, kda.conv_size, stack=stack) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = convs
         self.f_a_proj = Linear(kda.head_dim, hidden, stack=stack)
         self.f_b_proj = Linear(kda.width, kda.head_dim, **heads)
         self.dt_bias = declare(kda.width, axes=("heads",), stack=stack, dtype=jnp.float32)

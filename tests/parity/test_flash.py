@@ -1,5 +1,6 @@
 """GLM-5.3-Flash in float32 against transformers' answers: linear attention, pooled index keys, residual streams."""
 
+import json
 import logging
 
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import pytest
 
 from dsa_jax import generate, make_mesh
 from dsa_jax.api import from_pretrained
+from dsa_jax.config import ModelConfig
 from dsa_jax.engine import EngineOptions
-from tests.support import ORACLE, answers, assert_selected, load_model, prompt, prompt_names, run_prefill
+from dsa_jax.segments import plan_segments
+from tests.support import FIXTURES, ORACLE, answers, assert_selected, load_model, prompt, prompt_names, run_prefill
 
 VARIANT = "glm53_flash"
 TOLERANCE = 5e-4
@@ -82,3 +85,16 @@ def test_linear_heads_must_divide():
     """3 heads of linear attention on 2 ranks are refused with both numbers."""
     with pytest.raises(ValueError, match=r"linear_attn_config\.num_heads=3 must be divisible by tp=2"):
         from_pretrained(ORACLE / VARIANT / "single", make_mesh(tp=2), jnp.float32)
+
+
+def test_layers_find_their_parts_of_the_cache():
+    """The published layers: 3 linear ones, 10 times (sparse, linear x 3), a sparse and a linear one."""
+    config = ModelConfig.from_dict(json.loads((FIXTURES / "configs" / "glm-5.3-flash.json").read_text()))
+    plan = plan_segments(config)
+    assert [(len(segment.pattern), segment.repeats) for segment in plan] == [(1, 3), (4, 10), (1, 1), (1, 1)]
+    for segment in plan:
+        for repeat in range(segment.repeats):
+            for position in range(len(segment.pattern)):
+                layer, place = segment.layer(position, repeat), segment.place(position, repeat)
+                sparse = sum(other < layer for other in config.sparse_layers)
+                assert (place.ckv, place.index_keys, place.state) == (sparse, sparse, layer - sparse)
