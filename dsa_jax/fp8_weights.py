@@ -88,11 +88,11 @@ def _declare_fp8(module: nnx.Module, name: str, block: tuple[int, int]) -> None:
         stored=scale_shape(stored, block),
         dtype=jnp.float32,
     )
+    scales.set_metadata(block=block)
     setattr(module, name + SCALE_SUFFIX, scales)
-    module.block = block
 
 
-def dequantize_shard(weight: nnx.Param, scale: nnx.Param, block: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
+def dequantize_shard(weight: nnx.Param, scale: nnx.Param, dtype: jnp.dtype) -> jax.Array:
     """A rank's share of a matrix in `dtype`, from its share in FP8 and the scales of the whole matrix.
 
     Call it inside `shard_map`.
@@ -100,10 +100,9 @@ def dequantize_shard(weight: nnx.Param, scale: nnx.Param, block: tuple[int, int]
     Args:
       weight: [rows, columns] e4m3, this rank's.
       scale: [row blocks, column blocks] float32 of the whole matrix, padding included.
-      block: Rows and columns of a block.
       dtype: dtype of the result, rounded to once.
     """
-    values, scales = weight[...], scale[...]
+    values, scales, block = weight[...], scale[...], scale.get_metadata()["block"]
     starts = [_start(axis, size) for axis, size in zip(weight.get_metadata()["axes"][-2:], values.shape, strict=True)]
     if any(size % width for size, width in zip(values.shape, block, strict=True)):
         return dequantize_blocks(values, scales, block_size=block, offset=(starts[0], starts[1])).astype(dtype)

@@ -1,7 +1,7 @@
 """The model as a `flax.nnx` module, and its forward pass on one rank."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -231,7 +231,7 @@ def _sources(plan: tuple[Segment, ...], path: tuple, stored: tuple[int, ...], te
             yield Source(f"{prefix}.{name}", stored, (repeat,))
 
 
-def fill_parameters(model: Model, arrays: dict[str, jax.Array]) -> Model:
+def fill_parameters(model: Model, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> Model:
     """The abstract `model` with `arrays` (by the names of `parameter_specs`) as its parameters."""
     graphdef, state = nnx.split(model)
     flat = {path: variable.replace(arrays[".".join(map(str, path))]) for path, variable in nnx.to_flat_state(state)}

@@ -8,12 +8,11 @@ cache follow; workspaces are an upper estimate of what a step holds at a time, t
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsa_jax.batch import Request, Step, StepInputs, build_step
 from dsa_jax.cache import DEFAULT_PAGE_SIZE, CacheGeometry, PagedCache, cache_shapes
@@ -24,7 +23,7 @@ from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_spec
 from dsa_jax.params import ParamSpec
 from dsa_jax.plan_time import PredictedTime, predict_time
 from dsa_jax.step import Execution, attention_facts, decide_step, plan_rows
-from sharding.mesh import AXES, DATA, DCP, QSPLIT, rank_grid, tp_size
+from sharding.mesh import DATA, DCP, QSPLIT, planning_mesh, tp_size
 from sharding.policy import Decision
 
 
@@ -68,9 +67,9 @@ class PlanOptions:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {name}={getattr(self, name)}")
 
-    def mesh(self) -> AbstractMesh:
+    def mesh(self) -> Mesh:
         """The mesh, without devices."""
-        return AbstractMesh(rank_grid(tp=self.tp, dcp=self.dcp, data=self.data).shape, AXES)
+        return planning_mesh(tp=self.tp, dcp=self.dcp, data=self.data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Plan:
         return sum(sum(part.values()) for part in (self.weights, self.caches, self.workspaces))
 
 
-def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Any) -> AbstractStep:
+def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh) -> AbstractStep:
     """The prompt's last step on a mesh, which may have no devices.
 
     Raises:
@@ -131,7 +130,7 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Any) -> Abstr
     if options.keep_fp8 and config.quantization is not None:
         kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), published_fp8)
         model = abstract_model(config, mesh, kept)
-    arrays: dict[str, Any] = {
+    arrays = {
         name: jax.ShapeDtypeStruct(
             spec.shape, dtype if spec.dtype is None else spec.dtype, sharding=NamedSharding(mesh, spec.spec)
         )
@@ -139,8 +138,9 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Any) -> Abstr
     }
     model = fill_parameters(model, arrays)
     sizes = {name: getattr(options, name) for name in ("page_size", "interleave", "index_replicas")}
-    formats = {"kv_format": options.kv_format, "index_format": options.index_format}
-    geometry = CacheGeometry.for_model(config, mesh, dtype, **dict[str, Any](formats | sizes))
+    geometry = CacheGeometry.for_model(
+        config, mesh, dtype, kv_format=options.kv_format, index_format=options.index_format, **sizes
+    )
     pages = -(-options.context // geometry.tokens_per_page)
     step = last_step(options, geometry, pages)
     decision = decide_step(model, geometry, step.lengths, options.execution.policy)
@@ -217,7 +217,7 @@ def make_plan(config: ModelConfig, options: PlanOptions) -> Plan:
     )
 
 
-def local_elements(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> int:
+def local_elements(spec: ParamSpec, mesh: Mesh) -> int:
     """Elements of a parameter that one device holds."""
     local = NamedSharding(mesh, spec.spec).shard_shape(spec.shape)
     return math.prod(local)

@@ -62,7 +62,7 @@ def compile_here(config: ModelConfig, options: PlanOptions, target: GpuTarget) -
     compiled = compile_abstract_step(abstract_step(config, options, mesh), target)
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
-    assert memory is not None
+    assert memory is not None, "XLA always analyses programs for GPUs"
     report = CompiledPlan(
         compiled_temp_bytes=memory.temp_size_in_bytes,
         compiled_argument_bytes=memory.argument_size_in_bytes,

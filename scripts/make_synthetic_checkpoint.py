@@ -18,12 +18,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from dsa_jax.config import ModelConfig
 from dsa_jax.fp8_weights import FP8, fp8_candidates, fp8_parameters, published_fp8
 from dsa_jax.model import abstract_model, parameter_specs
-from sharding.mesh import AXES
+from sharding.mesh import planning_mesh
 
 NAMES = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
 BLOCK_BYTES = 1 << 20
@@ -58,7 +57,7 @@ def first_layers(raw: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 def tensors_of(config: ModelConfig) -> list[Tensor]:
     """Tensors of a checkpoint, in the order of the layers."""
-    mesh: Any = AbstractMesh((1, 1, 1), AXES)
+    mesh = planning_mesh()
     model = abstract_model(config, mesh)
     if config.quantization is not None:
         kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), published_fp8)

@@ -1,7 +1,7 @@
 """Meshes of the axes ("data", "qsplit", "dcp"), with TP = qsplit * dcp and dcp minor."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -36,6 +36,12 @@ def make_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1, devices: Sequence[Any
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+def planning_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1) -> Mesh:
+    """A mesh without devices, for what asks for sizes only: shapes, shardings, decisions. Raises as `make_mesh`."""
+    # It has all of a Mesh that such functions use, but is none in jax's types.
+    return cast(Mesh, AbstractMesh(rank_grid(tp=tp, dcp=dcp, data=data).shape, AXES))
+
+
 def rank_grid(*, tp: int, dcp: int = 1, data: int = 1) -> np.ndarray:
     """Global rank at each coordinate of the mesh [data, qsplit, dcp] int64; raises as `make_mesh`."""
     _check_sizes(tp, dcp, data)
@@ -65,11 +71,11 @@ def query_split_groups(*, tp: int, dcp: int, data: int = 1) -> list[list[int]]:
     return np.swapaxes(grid, 1, 2).reshape(-1, tp // dcp).tolist()
 
 
-def check_mesh(mesh: Mesh | AbstractMesh) -> None:
+def check_mesh(mesh: Mesh) -> None:
     """Raise ValueError unless `mesh` has the axes ("data", "qsplit", "dcp"), of any type, and a device of each process.
 
-    A process without a device in the mesh could not take part in its collectives, so all processes raise. A mesh
-    without devices, an `AbstractMesh`, serves to plan.
+    A process without a device in the mesh could not take part in its collectives, so all processes raise. A
+    `planning_mesh` has none and passes.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")

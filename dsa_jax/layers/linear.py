@@ -9,6 +9,7 @@ from flax import nnx
 
 from dsa_jax.fp8_weights import dequantize_shard
 from dsa_jax.params import declare
+from dsa_jax.quantization import SCALE_SUFFIX
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision | None:
@@ -34,9 +35,8 @@ class Linear(nnx.Module):
 
     def values(self, dtype: jnp.dtype) -> jax.Array:
         """Share of the weight that this rank holds; in `dtype` if it is kept in FP8, as it is otherwise."""
-        if not hasattr(self, "weight_scale_inv"):
-            return self.weight[...]
-        return dequantize_shard(self.weight, self.weight_scale_inv, self.block, dtype)
+        scale = getattr(self, "weight" + SCALE_SUFFIX, None)
+        return self.weight[...] if scale is None else dequantize_shard(self.weight, scale, dtype)
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         """Map x [..., in] to [..., out] of `dtype` (None: x's dtype)."""

@@ -125,7 +125,9 @@ class Experts(nnx.Module):
         scale = getattr(self, name + SCALE_SUFFIX, None)
         if scale is None:
             return grouped_matmul(rows, getattr(self, name)[...], sizes)
-        return grouped_matmul(rows, getattr(self, name)[...], sizes, scale=scale[...], block=self.block)
+        return grouped_matmul(
+            rows, getattr(self, name)[...], sizes, scale=scale[...], block=scale.get_metadata()["block"]
+        )
 
 
 class MoE(nnx.Module):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import jax
@@ -29,11 +30,12 @@ def config() -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def compiled(config):
-    """The compiler's report and the optimised program."""
+    """The compiler's report, the optimised program, and the seconds of one core that it took."""
     previous = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    before = sum(os.times()[:4])
     try:
-        return compile_here(config, OPTIONS, H200)
+        return *compile_here(config, OPTIONS, H200), sum(os.times()[:4]) - before
     finally:
         jax.config.update("jax_enable_compilation_cache", previous)
 
@@ -49,13 +51,14 @@ def nbytes(dtype: str, dims: tuple[int, ...]) -> int:
 
 def test_fits_and_compiles_in_time(config, compiled):
     """Arguments as planned, temporaries within the plan's estimate, all of it within the device."""
-    report, _ = compiled
+    report, _, core_seconds = compiled
     plan = make_plan(config, OPTIONS)
     held = sum(plan.weights.values()) + sum(plan.caches.values())
     assert held <= report.compiled_argument_bytes <= held + 2**20
     assert report.compiled_temp_bytes <= sum(plan.workspaces.values())
     assert report.compiled_argument_bytes + report.compiled_temp_bytes < H200.device_bytes
-    assert report.compile_seconds < 180
+    # Three minutes of one core: the wall's clock would measure what else the machine does.
+    assert core_seconds < 180
 
 
 def test_holds_nothing_quadratic(compiled):
