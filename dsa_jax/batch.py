@@ -143,7 +143,7 @@ def bucket(value: int, minimum: int) -> int:
     return max(minimum, 1 << max(0, value - 1).bit_length())
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_length: int) -> list[np.ndarray]:
+def check_prompts(prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int, max_length: int) -> list[np.ndarray]:
     """Prompts as int64 arrays.
 
     Raises:
