@@ -113,6 +113,8 @@ class _Config:
     eos_token_ids: tuple[int, ...] = (EOS,)
     kv_lora_rank: int = 32
     qk_rope_head_dim: int = 8
+    index_kpool: int = 1
+    kda: None = None
     indexer: _Indexer = dataclasses.field(default_factory=_Indexer)
 
 
