@@ -123,7 +123,7 @@ def host_engine(pages: int, *, page_size: int = 4, chunk_size: int = 16, groups:
     model = types.SimpleNamespace(config=_Config(), mesh=make_mesh(data=groups), dtype=np.dtype(np.float32))
     runner = NumpyPages(groups, pages, page_size, chunk_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dsa_jax.engine, "init_cache", lambda *_: None)
+        patch.setattr(dsa_jax.engine, "init_cache", lambda *_, **__: types.SimpleNamespace(slots=None))
         patch.setattr(dsa_jax.engine, "StepRunner", lambda *_: runner)
         return HostEngine(model, pages, EngineOptions(page_size=page_size, chunk_size=chunk_size, **options))
 
