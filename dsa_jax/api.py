@@ -1,6 +1,7 @@
 """Loading a model, the entry point of the library."""
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
@@ -24,7 +25,8 @@ COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "toke
 
 def default_tp(config: ModelConfig, devices: int) -> int:
     """Most devices, out of `devices`, that divide the model's heads."""
-    return max((tp for tp in range(1, devices + 1) if config.num_heads % tp == 0), default=1)
+    heads = config.num_heads if config.kda is None else math.gcd(config.num_heads, config.kda.num_heads)
+    return max((tp for tp in range(1, devices + 1) if heads % tp == 0), default=1)
 
 
 def from_pretrained(
@@ -102,28 +104,31 @@ def _fp8_parameters(
 def ignored_tensors(config: ModelConfig) -> Callable[[str], bool]:
     """Predicate of the tensors that a checkpoint may hold and the model does not use.
 
-    These are the multi-token-prediction layers behind the last layer, the rotary tables of old exports, and a copy of
-    tied embeddings.
+    These are the multi-token-prediction layers behind the last layer, the rotary tables of old exports, a copy of tied
+    embeddings, and the vision tower of a model of text and images.
     """
     mtp = _mtp_prefixes(config)
+    vision = config.model_type == "glm5_next"
 
     def ignored(name: str) -> bool:
         tied = config.tie_word_embeddings and name == "lm_head.weight"
-        return tied or name.endswith("rotary_emb.inv_freq") or name.startswith(mtp)
+        if tied or name.endswith("rotary_emb.inv_freq") or (vision and name.startswith("model.visual.")):
+            return True
+        return name.startswith(mtp)
 
     return ignored
 
 
 def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Beginnings of the names of the multi-token-prediction layers' tensors."""
-    return tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
+    return tuple(f"{config.tensor_prefix}layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
 
 
 def _log_skipped(path: str | Path, config: ModelConfig) -> None:
     """Say in one line that weights for multi-token prediction are left out, if there are any."""
     names = [name for name in checkpoint.tensor_names(path) if name.startswith(_mtp_prefixes(config))]
     if names:
-        layers = ", ".join(sorted({name.split(".")[2] for name in names}, key=int))
+        layers = ", ".join(sorted({name.removeprefix(config.tensor_prefix).split(".")[1] for name in names}, key=int))
         _log.info("skipped %d tensors of multi-token prediction (layer %s)", len(names), layers)
 
 

@@ -3,6 +3,7 @@
 import collections
 import fnmatch
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ __all__ = [
     "save_native",
     "tensor_names",
 ]
+
+_LOGGER = logging.getLogger(__name__)
 
 # Tensors that may be present and are not read: a predicate of the name, or shell patterns (a string is one pattern).
 Ignored = Callable[[str], bool] | Sequence[str]
@@ -299,6 +302,10 @@ def _check(
         if h.name not in expected and not is_ignored(h.name)
     ]
     raise_problems(folder, [*problems, *missing, *extra])
+    if skipped := sorted(name for name in headers if name not in expected):
+        _LOGGER.info(
+            "%s: %d tensors that the model does not use are skipped, %s first", folder, len(skipped), skipped[0]
+        )
     return stored
 
 

@@ -11,6 +11,7 @@ from dsa_jax import commands, commands_plan
 from dsa_jax.api import WEIGHTS
 from dsa_jax.gpu_target import TARGETS
 from dsa_jax.page_allocator import OutOfPagesError
+from dsa_jax.tiny import FAMILIES
 
 DTYPES = ("bfloat16", "float32")
 KV_FORMATS = ("auto", "float32", "bf16", "fp8_ds_mla", "nvfp4_ds_mla")
@@ -66,7 +67,11 @@ def _add_model_flags(
     parser.add_argument("--data", type=_positive, default=1, help="groups that serve requests of their own")
     parser.add_argument("--chunk-size", type=_positive, default=2048, help="most rows of a prefill step")
     _add_weights_flag(parser, "auto")
-    parser.add_argument("--latent-norm-eps", type=float, help="eps of the two latent norms (default: 1e-6)")
+    parser.add_argument(
+        "--latent-norm-eps",
+        type=float,
+        help="eps of the two latent norms (default: 1e-6; GLM-5.3-Flash: its rms_norm_eps)",
+    )
     cache = parser.add_argument_group("cache")
     cache.add_argument("--page-size", type=_positive, default=64, help="tokens of a page on each rank")
     cache.add_argument("--kv-format", choices=KV_FORMATS, default="auto", help="format of the cached KV")
@@ -126,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     tiny = subparsers.add_parser("tiny", help="write a tiny random checkpoint")
     tiny.add_argument("directory", metavar="DIR", type=Path, help="folder to write")
-    tiny.add_argument("--family", choices=("glm5", "glm52", "dsv32"), required=True, help="which model to imitate")
+    tiny.add_argument("--family", choices=FAMILIES, required=True, help="which model to imitate")
     tiny.add_argument("--seed", type=int, default=0, help="seed of the weights")
     tiny.set_defaults(run=commands.run_tiny)
 
@@ -174,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.run(args)
     except BrokenPipeError:
         return 1
-    except (ValueError, OSError, OutOfPagesError) as error:
+    except (ValueError, OSError, OutOfPagesError, OverflowError, RecursionError, MemoryError) as error:
         if args.debug:
             raise
         message = " ".join(str(error).split())

@@ -12,6 +12,7 @@ import numpy as np
 from dsa_jax import checkpoint
 from dsa_jax.api import convert, default_tp, from_pretrained
 from dsa_jax.config import ModelConfig
+from dsa_jax.config_flash import NO_INDEXER
 from dsa_jax.engine import EngineOptions
 from dsa_jax.generate import GenerateOptions, generate, stream
 from dsa_jax.model import Model
@@ -137,7 +138,8 @@ def run_prefill(args: argparse.Namespace) -> None:
         if args.logits != "none":
             arrays |= {f"logits_{i}": logits for i, logits in enumerate(result.logits)}
         for i, selected in enumerate(result.selected or []):
-            arrays |= {f"selected_{i}_L{layer}": ids for layer, ids in enumerate(selected)}
+            layers = model.config.sparse_layers
+            arrays |= {f"selected_{i}_L{layer}": ids for layer, ids in zip(layers, selected, strict=True)}
         np.savez(args.out, **arrays)
     tokens = sum(len(request.tokens) for request in batch.requests)
     report = {
@@ -169,7 +171,8 @@ def run_convert(args: argparse.Namespace) -> None:
 
 def _layer_runs(config: ModelConfig) -> list[str]:
     """Runs of equal layers, such as "3-5: shared index, sparse MLP"."""
-    kinds = [f"{index} index, {mlp} MLP" for index, mlp in zip(config.indexer_types, config.mlp_types, strict=True)]
+    attention = ["linear attention" if kind == NO_INDEXER else f"{kind} index" for kind in config.indexer_types]
+    kinds = [f"{kind}, {mlp} MLP" for kind, mlp in zip(attention, config.mlp_types, strict=True)]
     runs: list[str] = []
     first = 0
     for layer in range(1, len(kinds) + 1):

@@ -4,6 +4,9 @@ A module that can hold such weights names them in its class attribute `FP8`. For
 holds `X` in e4m3 and `X_scale_inv`, the float32 scales of the checkpoint, and dequantises where it multiplies.
 """
 
+# Modules gain attributes while they are built, which the type checker cannot see.
+# pyright: reportAttributeAccessIssue=false
+
 from collections.abc import Callable, Collection, Mapping
 
 import jax

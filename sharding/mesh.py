@@ -27,10 +27,11 @@ def make_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1, devices: Sequence[Any
     Raises:
       ValueError: A size is not positive, `tp` is not divisible by `dcp`, or there are too few devices.
     """
-    ranks = rank_grid(tp=tp, dcp=dcp, data=data)
+    _check_sizes(tp, dcp, data)
     devices = jax.devices() if devices is None else list(devices)
     if len(devices) < data * tp:
         raise ValueError(f"{data=} x {tp=} needs {data * tp} devices, found {len(devices)}")
+    ranks = rank_grid(tp=tp, dcp=dcp, data=data)
     grid = np.array(devices, dtype=object)[ranks]
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
@@ -43,12 +44,16 @@ def planning_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1) -> Mesh:
 
 def rank_grid(*, tp: int, dcp: int = 1, data: int = 1) -> np.ndarray:
     """Global rank at each coordinate of the mesh [data, qsplit, dcp] int64; raises as `make_mesh`."""
+    _check_sizes(tp, dcp, data)
+    return np.arange(data * tp).reshape(data, tp // dcp, dcp)
+
+
+def _check_sizes(tp: int, dcp: int, data: int) -> None:
     for name, size in (("tp", tp), ("dcp", dcp), ("data", data)):
         if size <= 0:
             raise ValueError(f"{name} must be positive, got {name}={size}")
     if tp % dcp:
         raise ValueError(f"{tp=} must be divisible by {dcp=}")
-    return np.arange(data * tp).reshape(data, tp // dcp, dcp)
 
 
 def dcp_groups(*, tp: int, dcp: int, data: int = 1) -> list[list[int]]:

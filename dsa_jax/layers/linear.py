@@ -1,5 +1,8 @@
 """Linear maps and norms, with weights in the orientation of Hugging Face checkpoints."""
 
+# Modules gain attributes while they are built, which the type checker cannot see.
+# pyright: reportAttributeAccessIssue=false
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,8 +19,9 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision | None:
 
 def contract(subscripts: str, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
     """Einsum of two operands, accumulated in float32 and rounded once to `dtype` (None: x's dtype)."""
-    out = jnp.einsum(subscripts, x, weight, precision=precision_for(x.dtype), preferred_element_type=jnp.float32)
-    return out.astype(x.dtype if dtype is None else dtype)
+    # The output's dtype is asked for as it is: XLA has no batched bfloat16 product with a float32 output on CPUs.
+    dtype = x.dtype if dtype is None else dtype
+    return jnp.einsum(subscripts, x, weight, precision=precision_for(x.dtype), preferred_element_type=dtype)
 
 
 class Linear(nnx.Module):

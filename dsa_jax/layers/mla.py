@@ -6,6 +6,7 @@ from flax import nnx
 
 from dsa_jax.config import ModelConfig
 from dsa_jax.layers.indexer import Indexer
+from dsa_jax.layers.kpool import PooledIndexer
 from dsa_jax.layers.linear import Linear, RMSNorm, contract
 from dsa_jax.layers.rope import rotate
 
@@ -29,7 +30,7 @@ class SparseAttention(nnx.Module):
         self.kv_b_proj = Linear(kv_rows, latent, axes=("heads", None), stack=stack)
         self.o_proj = Linear(hidden, heads * config.v_head_dim, axes=(None, "heads"), stack=stack)
         if full:
-            self.indexer = Indexer(config, stack=stack)
+            self.indexer = (PooledIndexer if config.index_kpool > 1 else Indexer)(config, stack=stack)
         self.config = config
 
     def query_latent(self, hidden: jax.Array) -> jax.Array:

@@ -1,5 +1,8 @@
 """Dense MLP and mixture of experts, each rank holding a share; outputs are partial sums over TP."""
 
+# Modules gain attributes while they are built, which the type checker cannot see.
+# pyright: reportAttributeAccessIssue=false
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,20 +16,28 @@ from sharding.expert_exchange import exchange_rows
 from sharding.mesh import TP_AXES
 
 
-class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))` with the intermediate features split over TP."""
+def swiglu(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
+    """`silu(gate) * up`; with a limit, the gate is clamped from above and `up` both ways first."""
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
 
-    def __init__(self, hidden: int, intermediate: int, tp: int, *, stack=None):
-        """Declare the parameters; the intermediate size is padded to a multiple of `tp`."""
+
+class GatedMLP(nnx.Module):
+    """`down(swiglu(gate(x), up(x)))` with the intermediate features split over TP."""
+
+    def __init__(self, hidden: int, intermediate: int, tp: int, *, limit: float | None = None, stack=None):
+        """Declare the parameters; the intermediate size is padded to a multiple of `tp`. `limit`: see `swiglu`."""
         padded = round_up(intermediate, tp)
         rows = {"axes": ("mlp", None), "stack": stack, "stored": (intermediate, hidden)}
         self.gate_proj = Linear(padded, hidden, **rows)
         self.up_proj = Linear(padded, hidden, **rows)
         self.down_proj = Linear(hidden, padded, axes=(None, "mlp"), stack=stack, stored=(hidden, intermediate))
+        self.limit = limit
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Partial output [T, hidden] of x [T, hidden]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
 
 
 class Router(nnx.Module):
@@ -78,6 +89,7 @@ class Experts(nnx.Module):
         self.gate_proj = declare(padded, width, hidden, **rows)
         self.up_proj = declare(padded, width, hidden, **rows)
         self.down_proj = declare(padded, hidden, width, axes=axes, stack=stack, stored=(count, hidden, width))
+        self.limit = config.swiglu_limit
 
     def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Partial output [T, hidden] of x [T, hidden] for its experts [T, k] int32 and weights [T, k] float32.
@@ -104,7 +116,8 @@ class Experts(nnx.Module):
 
     def serve(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """Results [N, hidden] of rows [N, hidden] sorted by local expert, `sizes` [local experts] of each."""
-        gated = jax.nn.silu(self._matmul("gate_proj", rows, sizes)) * self._matmul("up_proj", rows, sizes)
+        gate = self._matmul("gate_proj", rows, sizes)
+        gated = swiglu(gate, self._matmul("up_proj", rows, sizes), self.limit)
         return self._matmul("down_proj", gated, sizes)
 
     def _matmul(self, name: str, rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -127,7 +140,7 @@ class MoE(nnx.Module):
         self.experts = Experts(config, tp, stack=stack)
         if config.moe.num_shared_experts:
             width = config.moe.intermediate_size * config.moe.num_shared_experts
-            self.shared_experts = GatedMLP(config.hidden_size, width, tp, stack=stack)
+            self.shared_experts = GatedMLP(config.hidden_size, width, tp, limit=config.swiglu_limit, stack=stack)
 
     def __call__(self, x: jax.Array, *, exchange: bool = False) -> jax.Array:
         """Partial output [T, hidden] of x [T, hidden], which is the same on every rank.

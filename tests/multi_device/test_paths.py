@@ -150,7 +150,9 @@ def label(case: Case) -> str:
     """Readable test id."""
     flags = [case.attend, "tokens" if case.token_split else "heads", case.merge, f"replicas_{case.replicas}"]
     shape = f"{case.data}x{case.qsplit}x{case.dcp}"
-    return "-".join([shape, f"run_{case.interleave}", f"split_{case.split}", *flags, case.family, f"chunk_{case.chunk}"])
+    return "-".join(
+        [shape, f"run_{case.interleave}", f"split_{case.split}", *flags, case.family, f"chunk_{case.chunk}"]
+    )
 
 
 @pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.quick), *CASES[1:]], ids=label)
