@@ -141,10 +141,13 @@ class DecoderLayer(nnx.Module):
         """
         attention, options = self.self_attn, context.options
         selection, ahead, index_keys = carry.selection, carry.ahead, None
+        # What a layer reads from the cache depends on nothing that it computes. Tied to its input it stays in the layer;
+        # the compiler would else gather for several layers at once and hold a buffer for each.
+        x, layer = jax.lax.optimization_barrier((carry.x, layer))
         if ahead is not None:
-            # The next layer's history does not depend on this layer; behind the last layer, its own is read again.
+            # Behind the last layer its own history is read again.
             ahead = gather_layer(cache.ckv, jnp.minimum(layer + 1, cache.ckv.shape[0] - 1), context)
-        hidden = self.input_layernorm(carry.x)
+        hidden = self.input_layernorm(x)
         q_latent = attention.query_latent(hidden)
         if self.kind.full:
             with jax.named_scope("indexer"):
@@ -162,11 +165,12 @@ class DecoderLayer(nnx.Module):
                 softmax_scale=self.config.softmax_scale,
                 history=carry.ahead,
             )
-            x = carry.x + jax.lax.psum(attention.output(values), TP_AXES)
+            output = attention.output(values)
+            if ahead is not None:
+                # Awaited before the sum: a collective in flight bars the next, so only what lies between hides it.
+                output, ahead = jax.lax.optimization_barrier((output, ahead))
+            x = x + jax.lax.psum(output, TP_AXES)
         with jax.named_scope("mlp"):
             x = x + jax.lax.psum(self.mlp(self.post_attention_layernorm(x)), TP_AXES)
-        if ahead is not None:
-            # Ties the gather to this layer: it starts before the layer's work and is awaited behind it.
-            x, ahead = jax.lax.optimization_barrier((x, ahead))
         selected = selection.ids if options.return_selected else None
         return LayerCarry(x, selection, ahead), LayerOutputs(record, index_keys, selected)
