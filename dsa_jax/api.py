@@ -1,7 +1,10 @@
 """Loading a model, the entry point of the library."""
 
+import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +12,21 @@ from jax.sharding import Mesh
 
 from dsa_jax import checkpoint
 from dsa_jax.config import ModelConfig
+from dsa_jax.fp8_weights import fp8_candidates, fp8_parameters
 from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_specs
 from sharding.mesh import make_mesh
 
+_log = logging.getLogger(__name__)
+
+Weights = Literal["auto", "fp8", "dequantized"]
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def default_tp(config: ModelConfig, devices: int) -> int:
     """Most devices, out of `devices`, that divide the model's heads."""
-    return max((tp for tp in range(1, devices + 1) if config.num_heads % tp == 0), default=1)
+    heads = config.num_heads if config.kda is None else math.gcd(config.num_heads, config.kda.num_heads)
+    return max((tp for tp in range(1, devices + 1) if heads % tp == 0), default=1)
 
 
 def from_pretrained(
@@ -25,6 +34,7 @@ def from_pretrained(
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     *,
+    weights: Weights = "auto",
     latent_norm_eps: float | None = None,
     progress: bool = False,
 ) -> Model:
@@ -35,6 +45,9 @@ def from_pretrained(
       mesh: Mesh with axes ("data", "qsplit", "dcp"), see `sharding.mesh.make_mesh`; None takes the most local devices
         that divide the heads, all for TP.
       dtype: bfloat16 or float32; None means bfloat16.
+      weights: "fp8" keeps the block FP8 weights of a checkpoint as they are in device memory, and dequantises them
+        where they are multiplied; "dequantized" does so once, while loading; "auto" keeps them unless dtype is float32.
+        A native checkpoint decided when it was converted.
       latent_norm_eps: eps of the norms behind q_a_proj and kv_a_proj; see `dsa_jax.config.ModelConfig`.
       progress: Whether to show a progress bar on stderr.
 
@@ -43,7 +56,7 @@ def from_pretrained(
 
     Raises:
       ValueError: The config is unsupported or contradictory, a tensor is missing, misshapen or truncated, the heads do
-        not divide by TP, or the dtype is none of the two.
+        not divide by TP, the dtype is none of the two, or `weights` asks for what the checkpoint does not hold.
     """
     dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
@@ -51,29 +64,72 @@ def from_pretrained(
     config = ModelConfig.from_folder(path, latent_norm_eps=latent_norm_eps)
     if mesh is None:
         mesh = make_mesh(tp=default_tp(config, len(jax.devices())))
-    model = abstract_model(config, mesh)
+    model = abstract_model(config, mesh, _fp8_parameters(path, config, mesh, dtype, weights))
     specs = parameter_specs(model)
     if checkpoint.is_native(path):
         return fill_parameters(model, checkpoint.load_native(path, specs, mesh, dtype, progress=progress))
+    _log_skipped(path, config)
     arrays = checkpoint.load_safetensors(
         path, specs, mesh, dtype, ignored=ignored_tensors(config), block_size=block_size(config), progress=progress
     )
     return fill_parameters(model, arrays)
 
 
+def _fp8_parameters(
+    path: str | Path, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, weights: Weights
+) -> frozenset[str]:
+    """Parameters that are kept in FP8.
+
+    Raises:
+      ValueError: `weights` is no choice, or asks for what the checkpoint does not hold.
+    """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
+    native = checkpoint.is_native(path)
+    if not native and (weights == "dequantized" or (weights == "auto" and dtype == jnp.float32)):
+        return frozenset()
+    model = abstract_model(config, mesh)
+    candidates, specs = fp8_candidates(model), parameter_specs(model)
+    if native:
+        kept = checkpoint.native_fp8(path, candidates)
+    else:
+        kept = fp8_parameters(candidates, specs, checkpoint.fp8_tensors(path).__contains__)
+    if weights == "fp8" and not kept:
+        raise ValueError(f"weights='fp8': {path} holds no FP8 weights")
+    if weights == "dequantized" and kept:
+        raise ValueError(f"weights='dequantized': {path} was converted with FP8 weights; convert it again without")
+    return kept
+
+
 def ignored_tensors(config: ModelConfig) -> Callable[[str], bool]:
     """Predicate of the tensors that a checkpoint may hold and the model does not use.
 
-    These are the multi-token-prediction layers behind the last layer, the rotary tables of old exports, and a copy of
-    tied embeddings.
+    These are the multi-token-prediction layers behind the last layer, the rotary tables of old exports, a copy of tied
+    embeddings, and the vision tower of a model of text and images.
     """
-    mtp = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
+    mtp = _mtp_prefixes(config)
+    vision = config.model_type == "glm5_next"
 
     def ignored(name: str) -> bool:
         tied = config.tie_word_embeddings and name == "lm_head.weight"
-        return tied or name.endswith("rotary_emb.inv_freq") or (bool(mtp) and name.startswith(mtp))
+        if tied or name.endswith("rotary_emb.inv_freq") or (vision and name.startswith("model.visual.")):
+            return True
+        return name.startswith(mtp)
 
     return ignored
+
+
+def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Beginnings of the names of the multi-token-prediction layers' tensors."""
+    return tuple(f"{config.tensor_prefix}layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
+
+
+def _log_skipped(path: str | Path, config: ModelConfig) -> None:
+    """Say in one line that weights for multi-token prediction are left out, if there are any."""
+    names = [name for name in checkpoint.tensor_names(path) if name.startswith(_mtp_prefixes(config))]
+    if names:
+        layers = ", ".join(sorted({name.removeprefix(config.tensor_prefix).split(".")[1] for name in names}, key=int))
+        _log.info("skipped %d tensors of multi-token prediction (layer %s)", len(names), layers)
 
 
 def block_size(config: ModelConfig) -> tuple[int, int] | None:
@@ -82,14 +138,20 @@ def block_size(config: ModelConfig) -> tuple[int, int] | None:
 
 
 def convert(
-    source: str | Path, target: str | Path, dtype: jax.typing.DTypeLike | None = None, *, progress: bool = False
+    source: str | Path,
+    target: str | Path,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    weights: Weights = "dequantized",
+    progress: bool = False,
 ) -> None:
-    """Rewrite a Hugging Face checkpoint as a native Orbax one, which loads onto any mesh without dequantisation.
+    """Rewrite a Hugging Face checkpoint as a native Orbax one, which loads onto any mesh.
 
     Args:
       source: A Hugging Face folder.
       target: Folder to make; it must not exist or be empty.
       dtype: dtype to store, bfloat16 or float32; None means bfloat16.
+      weights: "dequantized", or "fp8" to keep block FP8 weights as they are; "auto" as in `from_pretrained`.
       progress: Whether to show a progress bar on stderr.
 
     Raises:
@@ -97,13 +159,16 @@ def convert(
     """
     config = ModelConfig.from_folder(source)
     mesh = make_mesh()
+    dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
+    kept = _fp8_parameters(source, config, mesh, dtype, weights)
+    _log_skipped(source, config)
     extra = [Path(source) / name for name in COPIED_FILES if (Path(source) / name).is_file()]
     checkpoint.convert(
         source,
         target,
-        parameter_specs(abstract_model(config, mesh)),
+        parameter_specs(abstract_model(config, mesh, kept)),
         mesh,
-        jnp.dtype(jnp.bfloat16 if dtype is None else dtype),
+        dtype,
         extra_files=extra,
         ignored=ignored_tensors(config),
         block_size=block_size(config),

@@ -1,6 +1,7 @@
 """Host-side description of a step: which tokens of which requests, built with numpy int64 and checked."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 from dsa_jax.cache import CacheGeometry
 from sharding.local_keys import key_layout, rows_needed
 from sharding.mesh import DATA
+from sharding.ownership import pool_interleave
 from sharding.row_partition import RowPlan
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -27,7 +29,7 @@ class StepInputs:
     """Arrays of one step, those of the data groups one after another along the first axis.
 
     Of each group: T rows, R requests, P pages a request; all padded to buckets. The rows of a request follow one
-    another; requests with a single row, which decode, come first. Positions and slots follow from the lengths, on the
+    another; those that decode, by a single row, come first. Positions and slots follow from the lengths, on the
     device: see `sharding.rows` and `sharding.ownership`.
 
     Attributes:
@@ -36,6 +38,7 @@ class StepInputs:
       seq_lens: Tokens of each request after the step [R] int32, 0 for padding requests.
       block_table: Pages of each request [R, P] int32, -1 where it has none.
       logits_rows: Rows whose logits are wanted [M] int32.
+      state_slots: Slot of each request in the cache's state [R] int32, -1 for padding requests.
       plan: Which rank selects for which rows, or None where every rank does for all.
     """
 
@@ -44,6 +47,7 @@ class StepInputs:
     seq_lens: jax.Array
     block_table: jax.Array
     logits_rows: jax.Array
+    state_slots: jax.Array
     plan: RowPlan | None = None
 
 
@@ -61,12 +65,14 @@ class Request:
       pages: Its pages in the cache of its data group [p] int64.
       group: Its data group.
       cached: How many of its tokens are in the cache.
+      slot: Its place among the requests of its data group that the cache keeps a state of.
     """
 
     tokens: np.ndarray
     pages: np.ndarray
     group: int = 0
     cached: int = 0
+    slot: int = 0
 
     @property
     def pending(self) -> int:
@@ -80,7 +86,7 @@ class Request:
 
     def append(self, token: int) -> None:
         """Add a token at the end."""
-        self.tokens = np.append(self.tokens, np.int64(token))
+        self.tokens = np.append(self.tokens, np.int64(operator.index(token)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +143,7 @@ def bucket(value: int, minimum: int) -> int:
     return max(minimum, 1 << max(0, value - 1).bit_length())
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_length: int) -> list[np.ndarray]:
+def check_prompts(prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int, max_length: int) -> list[np.ndarray]:
     """Prompts as int64 arrays.
 
     Raises:
@@ -179,9 +185,13 @@ def choose_rows(requests: Sequence[Request], group: int, chunk_size: int) -> lis
 
 
 def _key_rows(
-    requests: Sequence[Request], chosen: list[list[tuple[int, int]]], geometry: CacheGeometry, ranks: int
+    requests: Sequence[Request],
+    chosen: list[list[tuple[int, int]]],
+    geometry: CacheGeometry,
+    ranks: int,
+    kpool: int = 1,
 ) -> int:
-    """Rows that the fullest rank of any group needs for the step's keys, rounded up to a bucket.
+    """Rows that the fullest rank of any group needs for the step's keys of `kpool` tokens, rounded up to a bucket.
 
     A decode row takes the room of all its request's pages, so that a growing request keeps one compiled program.
     """
@@ -191,7 +201,8 @@ def _key_rows(
             len(requests[i].pages) * geometry.tokens_per_page if requests[i].decodes else requests[i].cached + count
             for i, count in entries
         ]
-        layout = key_layout(np.array(rooms or [0], np.int64), ranks=ranks, interleave=geometry.interleave)
+        keys = np.array(rooms or [0], np.int64) // kpool
+        layout = key_layout(keys, ranks=ranks, interleave=pool_interleave(geometry.interleave, kpool))
         most = max(most, rows_needed(layout))
     rows = bucket(most, MIN_KEYS)
     if rows * ranks > INT32_MAX:
@@ -211,6 +222,7 @@ def _group_arrays(
         "seq_lens": np.zeros(slots, np.int64),
         "block_table": np.full((slots, table), -1, np.int64),
         "last_rows": np.zeros(slots, np.int64),
+        "state_slots": np.full(slots, -1, np.int64),
     }
     for r, (i, count) in enumerate(chosen):
         request = requests[i]
@@ -219,6 +231,7 @@ def _group_arrays(
         arrays["seq_lens"][r] = request.cached + count
         arrays["block_table"][r, : len(request.pages)] = request.pages
         arrays["last_rows"][r] = ends[r] - 1
+        arrays["state_slots"][r] = request.slot
     return arrays
 
 
@@ -322,7 +335,7 @@ def build_step(
     return Step(
         inputs=StepInputs(**int32),
         ckv_rows=_key_rows(requests, chosen, geometry, geometry.dcp),
-        index_rows=_key_rows(requests, chosen, geometry, geometry.index_shards),
+        index_rows=_key_rows(requests, chosen, geometry, geometry.index_shards, geometry.kpool),
         pieces=tuple(pieces),
         lengths=tuple(lengths),
     )

@@ -2,9 +2,11 @@
 
 import collections
 import fnmatch
+import hashlib
+import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -22,6 +24,7 @@ from dsa_jax.native_checkpoint import (
     is_native,
     load_native,
     pieces_of,
+    read_native_headers,
     save_native,
     save_parts,
 )
@@ -36,11 +39,16 @@ __all__ = [
     "convert",
     "describe",
     "find_nonfinite",
+    "fp8_tensors",
     "is_native",
     "load_native",
     "load_safetensors",
+    "native_fp8",
     "save_native",
+    "tensor_names",
 ]
+
+_LOGGER = logging.getLogger(__name__)
 
 # Tensors that may be present and are not read: a predicate of the name, or shell patterns (a string is one pattern).
 Ignored = Callable[[str], bool] | Sequence[str]
@@ -124,7 +132,8 @@ def convert(
 ) -> None:
     """Rewrite a checkpoint of safetensors files as a native one, without ever holding the whole of it.
 
-    Layers are loaded and saved a few at a time, so that neither the host nor the devices need room for the model.
+    Layers are loaded and saved a few at a time, so that neither the host nor the devices need room for the model. After
+    an interruption the same call goes on where it was: what is saved lies in a hidden folder beside `out_folder`.
 
     Args:
       folder: As in `load_safetensors`.
@@ -154,8 +163,9 @@ def convert(
 
     with progress_bar(source_bytes(specs.values(), stored), "converting", progress) as bar:
 
-        def parts() -> Iterator[dict[str, jax.Array]]:
-            for batch in batches(pieces, nbytes, limit):
+        def parts(saved: Collection[str]) -> Iterator[dict[str, jax.Array]]:
+            bar.update(source_bytes([piece.spec for piece in pieces if piece.name in saved], stored))
+            for batch in batches([piece for piece in pieces if piece.name not in saved], nbytes, limit):
                 part = {piece.name: piece.spec for piece in batch}
                 arrays = fill(
                     part,
@@ -170,7 +180,39 @@ def convert(
                 )
                 yield {piece.name: cut(arrays[piece.name], None, piece.shape) for piece in batch}
 
-        save_parts(out_folder, extra_files, parts())
+        save_parts(out_folder, extra_files, parts, resume_key=_fingerprint(headers, pieces, dtype, block_size))
+
+
+def _fingerprint(
+    headers: Mapping[str, TensorHeader],
+    pieces: Sequence[Piece],
+    dtype: jax.typing.DTypeLike,
+    block_size: tuple[int, int] | None,
+) -> str:
+    """Stands for a conversion: the files with their sizes and times, where tensors lie, and what is made of them."""
+    files = sorted({header.file for header in headers.values()})
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    tensors = sorted((h.name, h.dtype, h.shape, h.file.name, h.start) for h in headers.values())
+    made = [(piece.name, piece.shape, str(piece.spec.dtype), piece.spec.sources) for piece in pieces]
+    text = repr((stats, tensors, made, jnp.dtype(dtype).name, block_size))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tensor_names(folder: Path | str) -> list[str]:
+    """Names of the tensors of a safetensors checkpoint."""
+    return list(read_headers(folder))
+
+
+def fp8_tensors(folder: Path | str) -> frozenset[str]:
+    """Names of the tensors of a safetensors checkpoint that are block-scaled FP8."""
+    headers = read_headers(folder)
+    return frozenset(n for n, h in headers.items() if h.dtype == _QUANTIZED and n + SCALE_SUFFIX in headers)
+
+
+def native_fp8(folder: Path | str, parameters: Iterable[str]) -> frozenset[str]:
+    """Those of the parameters that a native checkpoint keeps in FP8 with scales."""
+    pieces = read_native_headers(folder)
+    return frozenset(name for name in parameters if any(piece.startswith(name + SCALE_SUFFIX) for piece in pieces))
 
 
 def _batch_bytes(max_bytes_in_flight: int) -> int:
@@ -236,7 +278,7 @@ def _check(
     missing: list[str] = []
     expected: set[str] = set()
     stored: dict[str, StoredTensor] = {}
-    for source in (source for spec in specs.values() for source in spec.sources):
+    for source, dtype in ((source, spec.dtype) for spec in specs.values() for source in spec.sources):
         expected.add(source.name)
         header = headers.get(source.name)
         if header is None:
@@ -244,7 +286,10 @@ def _check(
             continue
         problems += _source_problems(source, header, block_size)
         scale = None
-        if header.dtype == _QUANTIZED and block_size is not None:
+        keeps_fp8 = dtype is not None and dtype == _DTYPES[_QUANTIZED]
+        if keeps_fp8 and header.dtype != _QUANTIZED:
+            problems.append(f"tensor {header.name!r} has dtype {header.dtype}, the model keeps {_QUANTIZED}")
+        if header.dtype == _QUANTIZED and block_size is not None and not keeps_fp8:
             scale = source.name + SCALE_SUFFIX
             expected.add(scale)
             problems += _scale_problems(scale, header, headers.get(scale), block_size)
@@ -257,6 +302,10 @@ def _check(
         if h.name not in expected and not is_ignored(h.name)
     ]
     raise_problems(folder, [*problems, *missing, *extra])
+    if skipped := sorted(name for name in headers if name not in expected):
+        _LOGGER.info(
+            "%s: %d tensors that the model does not use are skipped, %s first", folder, len(skipped), skipped[0]
+        )
     return stored
 
 

@@ -1,12 +1,17 @@
 """The command line `dsa-jax`: results on stdout, progress on stderr, exit code 2 and one line for a user's mistake."""
 
 import argparse
+import contextlib
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dsa_jax import commands
+from dsa_jax import commands, commands_plan
+from dsa_jax.api import WEIGHTS
+from dsa_jax.gpu_target import TARGETS
 from dsa_jax.page_allocator import OutOfPagesError
+from dsa_jax.tiny import FAMILIES
 
 DTYPES = ("bfloat16", "float32")
 KV_FORMATS = ("auto", "float32", "bf16", "fp8_ds_mla", "nvfp4_ds_mla")
@@ -47,9 +52,11 @@ def _natural(text: str) -> int:
 _natural.__name__ = "int"
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command that runs the model."""
-    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="Hugging Face folder or native checkpoint")
+def _add_model_flags(
+    parser: argparse.ArgumentParser, checkpoint: str = "Hugging Face folder or native checkpoint"
+) -> None:
+    """Flags of every command that runs or plans the model."""
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=checkpoint)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights and activations")
     parser.add_argument(
         "--tp", type=_positive, help="tensor-parallel size (default: most devices that divide the heads)"
@@ -59,7 +66,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", type=_positive, default=1, help="groups that serve requests of their own")
     parser.add_argument("--chunk-size", type=_positive, default=2048, help="most rows of a prefill step")
-    parser.add_argument("--latent-norm-eps", type=float, help="eps of the two latent norms (default: 1e-6)")
+    _add_weights_flag(parser, "auto")
+    parser.add_argument(
+        "--latent-norm-eps",
+        type=float,
+        help="eps of the two latent norms (default: 1e-6; GLM-5.3-Flash: its rms_norm_eps)",
+    )
     cache = parser.add_argument_group("cache")
     cache.add_argument("--page-size", type=_positive, default=64, help="tokens of a page on each rank")
     cache.add_argument("--kv-format", choices=KV_FORMATS, default="auto", help="format of the cached KV")
@@ -71,10 +83,16 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     for switch, meaning in SWITCHES.items():
         flag = "--" + switch.replace("_", "-")
         path.add_argument(flag, dest=switch, action=argparse.BooleanOptionalAction, default=None, help=meaning)
+    path.add_argument("--expert-exchange", action="store_true", help="send rows to the ranks of their experts")
     path.add_argument("--ckv-gather-min-tokens", type=_natural, help="gather when a step has more new tokens")
     path.add_argument("--ckv-gather-max-tokens", type=_natural, help="gather when a step has no more tokens in all")
     path.add_argument("--query-split-min-rows", type=_natural, help="split when a rank gets as many rows")
     path.add_argument("--query-split-min-context", type=_natural, help="split when a step has as many tokens in all")
+
+
+def _add_weights_flag(parser: argparse.ArgumentParser, default: str) -> None:
+    meaning = "keep block FP8 weights as they are, or dequantise them; auto keeps them unless --dtype is float32"
+    parser.add_argument("--weights", choices=WEIGHTS, default=default, help=meaning)
 
 
 def _add_prompt_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
@@ -113,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     tiny = subparsers.add_parser("tiny", help="write a tiny random checkpoint")
     tiny.add_argument("directory", metavar="DIR", type=Path, help="folder to write")
-    tiny.add_argument("--family", choices=("glm5", "glm52", "dsv32"), required=True, help="which model to imitate")
+    tiny.add_argument("--family", choices=FAMILIES, required=True, help="which model to imitate")
     tiny.add_argument("--seed", type=int, default=0, help="seed of the weights")
     tiny.set_defaults(run=commands.run_tiny)
 
@@ -121,7 +139,16 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("source", metavar="HF_DIR", type=Path, help="Hugging Face folder")
     convert.add_argument("target", metavar="OUT_DIR", type=Path, help="folder to write")
     convert.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the weights")
+    _add_weights_flag(convert, "dequantized")
     convert.set_defaults(run=commands.run_convert)
+
+    plan = subparsers.add_parser("plan", help="bytes of a device, the path, and predicted times; needs no GPU")
+    _add_model_flags(plan, "config.json, or the folder that holds it")
+    plan.add_argument("--context", type=_positive, help="tokens of the prompt (default: the model's maximum)")
+    plan.add_argument("--device", choices=tuple(TARGETS), default="h200", help="GPU to plan for")
+    plan.add_argument("--compile", action="store_true", help="compile the step for that GPU, which need not be here")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    plan.set_defaults(run=commands_plan.run_plan)
 
     inspect = subparsers.add_parser("inspect", help="describe a checkpoint and look for weights that are not finite")
     inspect.add_argument("checkpoint", metavar="CKPT", type=Path, help="Hugging Face folder or native checkpoint")
@@ -130,14 +157,29 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _messages_on_stderr() -> Iterator[None]:
+    """Show what the package has to say while a command runs, such as which weights it skipped."""
+    logger, handler = logging.getLogger("dsa_jax"), logging.StreamHandler(sys.stderr)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        with _messages_on_stderr():
+            args.run(args)
     except BrokenPipeError:
         return 1
-    except (ValueError, OSError, OutOfPagesError) as error:
+    except (ValueError, OSError, OutOfPagesError, OverflowError, RecursionError, MemoryError) as error:
         if args.debug:
             raise
         message = " ".join(str(error).split())

@@ -12,6 +12,7 @@ import numpy as np
 from dsa_jax import checkpoint
 from dsa_jax.api import convert, default_tp, from_pretrained
 from dsa_jax.config import ModelConfig
+from dsa_jax.config_flash import NO_INDEXER
 from dsa_jax.engine import EngineOptions
 from dsa_jax.generate import GenerateOptions, generate, stream
 from dsa_jax.model import Model
@@ -35,11 +36,16 @@ POLICY_FLAGS = (
 )
 
 
-def _policy(args: argparse.Namespace) -> PrefillPolicy:
+def policy_from_flags(args: argparse.Namespace) -> PrefillPolicy:
     """The policy that the flags describe; flags that are not given leave what `--policy` says."""
     base = PrefillPolicy.stock() if args.policy == "stock" else PrefillPolicy()
     given = {name: getattr(args, name) for name in POLICY_FLAGS if getattr(args, name) is not None}
     return dataclasses.replace(base, index_replicas=args.index_replicas, **given)
+
+
+def execution_from_flags(args: argparse.Namespace) -> Execution:
+    """How steps run, as the flags say."""
+    return Execution(policy=policy_from_flags(args), expert_exchange=args.expert_exchange)
 
 
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
@@ -50,7 +56,7 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
         index_format=args.index_format,
         interleave=args.interleave,
         index_replicas=args.index_replicas,
-        execution=Execution(policy=_policy(args)),
+        execution=execution_from_flags(args),
     )
 
 
@@ -58,7 +64,8 @@ def _load(args: argparse.Namespace) -> Model:
     config = ModelConfig.from_folder(args.checkpoint, latent_norm_eps=args.latent_norm_eps)
     tp = default_tp(config, len(jax.devices()) // args.data) if args.tp is None else args.tp
     mesh = make_mesh(tp=tp, dcp=args.dcp, data=args.data)
-    return from_pretrained(args.checkpoint, mesh, args.dtype, latent_norm_eps=args.latent_norm_eps, progress=True)
+    options = {"weights": args.weights, "latent_norm_eps": args.latent_norm_eps}
+    return from_pretrained(args.checkpoint, mesh, args.dtype, progress=True, **options)
 
 
 def _prompts(args: argparse.Namespace) -> tuple[list[list[int]], Tokenizer | None]:
@@ -131,7 +138,8 @@ def run_prefill(args: argparse.Namespace) -> None:
         if args.logits != "none":
             arrays |= {f"logits_{i}": logits for i, logits in enumerate(result.logits)}
         for i, selected in enumerate(result.selected or []):
-            arrays |= {f"selected_{i}_L{layer}": ids for layer, ids in enumerate(selected)}
+            layers = model.config.sparse_layers
+            arrays |= {f"selected_{i}_L{layer}": ids for layer, ids in zip(layers, selected, strict=True)}
         np.savez(args.out, **arrays)
     tokens = sum(len(request.tokens) for request in batch.requests)
     report = {
@@ -157,13 +165,14 @@ def run_tiny(args: argparse.Namespace) -> None:
 
 def run_convert(args: argparse.Namespace) -> None:
     """`dsa-jax convert`."""
-    convert(args.source, args.target, args.dtype, progress=True)
+    convert(args.source, args.target, args.dtype, weights=args.weights, progress=True)
     print(args.target)
 
 
 def _layer_runs(config: ModelConfig) -> list[str]:
     """Runs of equal layers, such as "3-5: shared index, sparse MLP"."""
-    kinds = [f"{index} index, {mlp} MLP" for index, mlp in zip(config.indexer_types, config.mlp_types, strict=True)]
+    attention = ["linear attention" if kind == NO_INDEXER else f"{kind} index" for kind in config.indexer_types]
+    kinds = [f"{kind}, {mlp} MLP" for kind, mlp in zip(attention, config.mlp_types, strict=True)]
     runs: list[str] = []
     first = 0
     for layer in range(1, len(kinds) + 1):

@@ -1,23 +1,35 @@
 """Configuration of a model, read from the config.json of a Hugging Face checkpoint.
 
-Supported are `glm_moe_dsa` (GLM-5, 5.1, 5.2, 5.3) and `deepseek_v32` (DeepSeek-V3.2). Fields that change what is
-computed are honoured or refused. `head_dim` is not read: it means something else in each release. Nor are fields about
-training or deployment (dropout, ep_size, ...).
+Supported are `glm_moe_dsa` (GLM-5, 5.1, 5.2, 5.3), `deepseek_v32` (DeepSeek-V3.2) and the text model of `glm5_next`
+(GLM-5.3-Flash). Fields that change what is computed are honoured or refused. `head_dim` is not read: it means something
+else in each release. Nor are fields about training or deployment (dropout, ep_size, ...).
 """
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dsa_jax.config_flash import (
+    NO_INDEXER,
+    HyperConnectionsConfig,
+    KdaConfig,
+    check_flash,
+    flash_indexer_types,
+    hyper_connections,
+    linear_attention,
+    text_fields,
+)
 from dsa_jax.config_layers import SPARSE, indexer_types, mlp_types
-from dsa_jax.config_validation import ConfigError, Fields, check_counts, check_routing, check_supported
+from dsa_jax.config_rope import RopeConfig, YarnConfig, read_rope
+from dsa_jax.config_validation import ConfigError, Fields, check_counts, check_plain, check_routing, check_supported
 
 __all__ = [
     "ConfigError",
+    "HyperConnectionsConfig",
     "IndexerConfig",
+    "KdaConfig",
     "ModelConfig",
     "MoeConfig",
     "QuantizationConfig",
@@ -30,62 +42,11 @@ __all__ = [
 _FAMILIES = {
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", True),
     "deepseek_v32": ("DeepseekV32ForCausalLM", False),
+    "glm5_next": ("Glm5NextForConditionalGeneration", True),
 }
 # Names of the attention with an indexer: transformers before 5.2x and exports, then transformers since.
 _SPARSE_ATTENTION = ("deepseek_sparse_attention", "indexed_attention")
-_ROPE_KEYS = frozenset({"rope_theta", "rope_type", "type"})
-_YARN_KEYS = _ROPE_KEYS | {
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-}
 DEFAULT_LATENT_NORM_EPS = 1e-6
-
-
-def _yarn_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class YarnConfig:
-    """YaRN context extension (arXiv:2309.00071) with the two mscale factors of DeepSeek-V2.
-
-    Attributes:
-      factor: How much longer than the original context the extended one is.
-      original_max_position_embeddings: Positions before the extension.
-      beta_fast: Rotations within the original context above which a frequency stays as it is.
-      beta_slow: Rotations below which a frequency is divided by `factor`.
-      mscale: Numerator of the factor on cos and sin; 1 where config.json has none.
-      mscale_all_dim: Denominator of that factor, and the one that scales the softmax; 0 where config.json has none.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
-
-    @property
-    def cos_sin_scale(self) -> float:
-        """Factor on cos and sin; 1 for the published checkpoints, whose two mscale are equal."""
-        return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
-
-    @property
-    def softmax_factor(self) -> float:
-        """Factor on the softmax scale, for short prompts too."""
-        return _yarn_mscale(self.factor, self.mscale_all_dim) ** 2
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding, the same frequencies for the attention and the indexer."""
-
-    theta: float
-    yarn: YarnConfig | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +106,16 @@ class ModelConfig:
         to 10 in size) move by 6e-5 to 1.3e-4; for DeepSeek-V3.2, whose `rms_norm_eps` is 1e-6, both are the same.
       intermediate_size: Width of the dense MLP layers.
       moe: None where every layer is dense.
-      indexer_types: Per layer "full" (owns an indexer) or "shared" (reuses the selection of the last full layer).
+      rope: None where no layer has a positional encoding.
+      indexer_types: Per layer "full" (owns an indexer), "shared" (reuses the selection of the last full layer) or
+        "none" (linear attention).
       mlp_types: Per layer "dense" or "sparse" (mixture of experts).
       eos_token_ids: Tokens that end a generation; empty where the checkpoint names none.
       num_mtp_layers: Multi-token-prediction layers stored after the `num_layers` layers; the model does not run them.
+      kda: The linear attention, or None where every layer is sparse attention.
+      index_kpool: Tokens of an index key: 1, or the size of the pools that are selected as a whole.
+      hyper_connections: The residual streams, or None for a single plain one.
+      swiglu_limit: Bound of the MLPs' gate (from above) and up-projection (both ways), or None.
     """
 
     model_type: str
@@ -165,7 +132,7 @@ class ModelConfig:
     latent_norm_eps: float
     intermediate_size: int
     max_position_embeddings: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     indexer: IndexerConfig
     moe: MoeConfig | None
     indexer_types: tuple[str, ...]
@@ -174,6 +141,25 @@ class ModelConfig:
     quantization: QuantizationConfig | None
     tie_word_embeddings: bool
     num_mtp_layers: int
+    kda: KdaConfig | None = None
+    index_kpool: int = 1
+    hyper_connections: HyperConnectionsConfig | None = None
+    swiglu_limit: float | None = None
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with sparse attention, which have records in the cache."""
+        return tuple(layer for layer, kind in enumerate(self.indexer_types) if kind != NO_INDEXER)
+
+    @property
+    def tensor_prefix(self) -> str:
+        """What the names of the checkpoint's tensors start with, but for the head's."""
+        return "model.language_model." if self.model_type == "glm5_next" else "model."
+
+    @property
+    def selected_width(self) -> int:
+        """Most tokens that a row attends to: with pools, those of the row's incomplete pool come on top."""
+        return self.indexer.topk + self.index_kpool - 1
 
     @property
     def qk_head_dim(self) -> int:
@@ -183,7 +169,7 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """Scale of the attention scores, YaRN's factor included."""
-        factor = 1.0 if self.rope.yarn is None else self.rope.yarn.softmax_factor
+        factor = 1.0 if self.rope is None or self.rope.yarn is None else self.rope.yarn.softmax_factor
         return self.qk_head_dim**-0.5 * factor
 
     @classmethod
@@ -192,7 +178,8 @@ class ModelConfig:
 
         Args:
           raw: The parsed JSON object.
-          latent_norm_eps: eps of the two latent norms; None means 1e-6 (see `ModelConfig`).
+          latent_norm_eps: eps of the two latent norms; None means 1e-6, and `rms_norm_eps` for GLM-5.3-Flash, as in
+            transformers (see `ModelConfig`).
 
         Returns:
           The configuration, with every default of transformers filled in.
@@ -200,18 +187,34 @@ class ModelConfig:
         Raises:
           ConfigError: A field is missing, of the wrong type, not supported, or contradicts another one.
         """
-        fields = Fields(raw)
-        family_interleave = _check_family(fields)
+        family_interleave = _check_family(Fields(raw))
+        flash = raw["model_type"] == "glm5_next"
+        fields = text_fields(raw) if flash else Fields(raw)
         check_supported(fields)
-        check_counts(fields)
+        check_counts(fields, minimum_rope=0 if flash else 1)
         num_layers = fields.integer("num_hidden_layers")
-        if fields.has("layer_types"):
-            fields.choices("layer_types", num_layers, _SPARSE_ATTENTION)
         mlps = mlp_types(fields, num_layers)
+        extra: dict[str, Any] = {}
+        default_eps = DEFAULT_LATENT_NORM_EPS
+        if flash:
+            check_flash(fields)
+            kda, linear = linear_attention(fields, num_layers)
+            types = flash_indexer_types(fields, linear)
+            default_eps = fields.positive("rms_norm_eps")
+            extra = {
+                "kda": kda,
+                "index_kpool": fields.integer("index_kpool"),
+                "hyper_connections": hyper_connections(fields),
+                "swiglu_limit": fields.positive("swiglu_limit"),
+            }
+        else:
+            check_plain(fields)
+            if fields.has("layer_types"):
+                fields.choices("layer_types", num_layers, _SPARSE_ATTENTION)
+            types = indexer_types(fields, num_layers)
         vocab_size = fields.integer("vocab_size")
-        eps = Fields({"latent_norm_eps": latent_norm_eps}).positive("latent_norm_eps", DEFAULT_LATENT_NORM_EPS)
         return cls(
-            model_type=fields.get("model_type"),
+            model_type=raw["model_type"],
             vocab_size=vocab_size,
             hidden_size=fields.integer("hidden_size"),
             num_layers=num_layers,
@@ -219,13 +222,13 @@ class ModelConfig:
             q_lora_rank=fields.integer("q_lora_rank"),
             kv_lora_rank=fields.integer("kv_lora_rank"),
             qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-            qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+            qk_rope_head_dim=fields.integer("qk_rope_head_dim", minimum=0),
             v_head_dim=fields.integer("v_head_dim"),
             rms_norm_eps=fields.positive("rms_norm_eps"),
-            latent_norm_eps=eps,
+            latent_norm_eps=Fields({"latent_norm_eps": latent_norm_eps}).positive("latent_norm_eps", default_eps),
             intermediate_size=fields.integer("intermediate_size"),
             max_position_embeddings=fields.integer("max_position_embeddings"),
-            rope=_rope(fields),
+            rope=None if flash else read_rope(fields),
             indexer=IndexerConfig(
                 num_heads=fields.integer("index_n_heads"),
                 head_dim=fields.integer("index_head_dim"),
@@ -233,12 +236,13 @@ class ModelConfig:
                 rope_interleave=fields.boolean("indexer_rope_interleave", family_interleave),
             ),
             moe=_moe(fields) if SPARSE in mlps else None,
-            indexer_types=indexer_types(fields, num_layers),
+            indexer_types=types,
             mlp_types=mlps,
             eos_token_ids=_eos_token_ids(fields, vocab_size),
             quantization=_quantization(fields),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             num_mtp_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
+            **extra,
         )
 
     @classmethod
@@ -250,7 +254,8 @@ class ModelConfig:
 
         Args:
           path: Folder with config.json and, optionally, generation_config.json.
-          latent_norm_eps: eps of the two latent norms; None means 1e-6 (see `ModelConfig`).
+          latent_norm_eps: eps of the two latent norms; None means 1e-6, and `rms_norm_eps` for GLM-5.3-Flash, as in
+            transformers (see `ModelConfig`).
 
         Returns:
           The configuration.
@@ -294,8 +299,6 @@ def _check_family(fields: Fields) -> bool:
     supported = ", ".join(_FAMILIES)
     if model_type is None:
         raise ConfigError(f"the field model_type is missing; supported: {supported}")
-    if model_type in ("glm5_next", "glm5_next_text"):
-        raise ConfigError(f"model_type={model_type!r} (GLM-5.3-Flash) is not supported yet; supported: {supported}")
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise ConfigError(f"model_type={model_type!r} is not supported; supported: {supported}")
     architecture, interleave = _FAMILIES[model_type]
@@ -316,63 +319,6 @@ def _moe(fields: Fields) -> MoeConfig:
         topk_group=fields.integer("topk_group"),
         routed_scaling_factor=fields.positive("routed_scaling_factor"),
         norm_topk_prob=fields.boolean("norm_topk_prob"),
-    )
-
-
-def _rope(fields: Fields) -> RopeConfig:
-    """RoPE as `rope_parameters`, or as `rope_theta` with `rope_scaling`; where both exist they must agree."""
-    parameters, scaling = fields.section("rope_parameters"), fields.section("rope_scaling")
-    if parameters is None:
-        theta = fields.positive("rope_theta")
-        return RopeConfig(theta, None) if scaling is None else _rope_section(scaling, theta, fields)
-    found = _rope_section(parameters, parameters.positive("rope_theta", fields.get("rope_theta")), fields)
-    if fields.has("rope_theta") and fields.positive("rope_theta") != found.theta:
-        raise ConfigError(f"rope_theta={fields.get('rope_theta')} contradicts rope_parameters.rope_theta={found.theta}")
-    if scaling is not None:
-        old = _rope_section(scaling, found.theta, fields)
-        if old != found:
-            raise ConfigError(f"rope_scaling, read as {old}, contradicts rope_parameters, read as {found}")
-    return found
-
-
-def _rope_section(section: Fields, theta: float, fields: Fields) -> RopeConfig:
-    kind = section.get("rope_type", section.get("type", "default"))
-    label = section.label("rope_type")
-    if section.get("type", kind) != kind:
-        raise ConfigError(f"{label}={kind!r} contradicts type={section.get('type')!r}")
-    if kind not in ("default", "yarn"):
-        raise ConfigError(f"{label}={kind!r} is not supported; supported: 'default' or 'yarn'")
-    unknown = sorted(set(section.names()) - (_YARN_KEYS if kind == "yarn" else _ROPE_KEYS))
-    if unknown:
-        values = ", ".join(f"{section.label(name)}={section.get(name)!r}" for name in unknown)
-        raise ConfigError(f"{values} is not supported for {label}={kind!r}")
-    section.refuse_unless_equal("rope_theta", theta, "rope_theta")
-    return RopeConfig(theta, _yarn(section, fields) if kind == "yarn" else None)
-
-
-def _yarn(section: Fields, fields: Fields) -> YarnConfig:
-    if section.has("mscale") != section.has("mscale_all_dim"):
-        # Readers disagree on what one without the other means.
-        got = f"mscale={section.get('mscale')}, mscale_all_dim={section.get('mscale_all_dim')}"
-        raise ConfigError(f"{section.label('mscale')} and mscale_all_dim must be given together, got {got}")
-    factor = section.positive("factor")
-    original = section.integer("original_max_position_embeddings")
-    positions = fields.integer("max_position_embeddings")
-    if factor < 1:
-        raise ConfigError(f"{section.label('factor')}={factor} must be at least 1")
-    if positions > factor * original:
-        raise ConfigError(
-            f"max_position_embeddings={positions} exceeds {section.label('factor')}={factor} x "
-            f"original_max_position_embeddings={original}"
-        )
-    given = section.has("mscale")
-    return YarnConfig(
-        factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=section.positive("beta_fast", 32.0),
-        beta_slow=section.positive("beta_slow", 1.0),
-        mscale=section.positive("mscale") if given else 1.0,
-        mscale_all_dim=section.positive("mscale_all_dim") if given else 0.0,
     )
 
 

@@ -103,19 +103,22 @@ def check_supported(fields: Fields) -> None:
     fields.refuse_unless("moe_router_dtype", "float32")
     # The main attention of both families rotates interleaved pairs; only the indexer's layout differs.
     fields.refuse_unless("rope_interleave", True)
-    # Pooled index keys and clamped activations belong to GLM-5.3-Flash.
-    fields.refuse_unless("index_kpool", 1)
-    if fields.has("swiglu_limit"):
-        raise ConfigError(f"swiglu_limit={fields.get('swiglu_limit')!r} is not supported; supported: null")
     if not fields.has("q_lora_rank"):
         raise ConfigError("q_lora_rank is missing or null; the indexer reads its queries from that latent")
 
 
-def check_counts(fields: Fields) -> None:
+def check_plain(fields: Fields) -> None:
+    """Raise ConfigError for what only GLM-5.3-Flash has: pooled index keys and clamped activations."""
+    fields.refuse_unless("index_kpool", 1)
+    if fields.has("swiglu_limit"):
+        raise ConfigError(f"swiglu_limit={fields.get('swiglu_limit')!r} is not supported; supported: null")
+
+
+def check_counts(fields: Fields, minimum_rope: int = 1) -> None:
     """Raise ConfigError where two fields that count the same thing disagree."""
     heads = fields.integer("num_attention_heads")
     fields.refuse_unless_equal("num_key_value_heads", heads, "num_attention_heads")
-    nope, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    nope, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim", minimum=minimum_rope)
     fields.refuse_unless_equal("qk_head_dim", nope + rope, f"qk_nope_head_dim={nope} + qk_rope_head_dim={rope}")
     if rope % 2:
         raise ConfigError(f"qk_rope_head_dim={rope} must be even")

@@ -16,6 +16,7 @@ from dsa_jax.page_allocator import OutOfPagesError, PageAllocator
 from dsa_jax.prefill import DEFAULT_CHUNK_SIZE
 from dsa_jax.sampling import SamplingConfig, request_keys, sample
 from dsa_jax.step import Execution, StepRunner
+from pallas_kernels.checks import check_positive
 from sharding.mesh import DATA
 
 
@@ -30,7 +31,9 @@ class EngineOptions:
       index_format: Format of the index keys.
       interleave: Tokens in a run of one DCP rank.
       index_replicas: How often a DCP group holds the index keys.
-      prefix_reuse: Whether prompts reuse the pages of a common beginning.
+      prefix_reuse: Whether prompts reuse the pages of a common beginning. Without effect on models with linear
+        attention: pages do not hold the state that such a beginning leaves behind.
+      max_states: Most requests of a data group that run at once, for models that keep a state of each.
       execution: How the steps run.
     """
 
@@ -41,12 +44,13 @@ class EngineOptions:
     interleave: int = 1
     index_replicas: int = 1
     prefix_reuse: bool = True
+    max_states: int = 16
     execution: Execution = dataclasses.field(default_factory=Execution)
 
     def __post_init__(self):
         """Check the sizes that no other object checks."""
-        if self.chunk_size <= 0:
-            raise ValueError(f"chunk_size must be positive, got chunk_size={self.chunk_size}")
+        for name in ("chunk_size", "max_states"):
+            check_positive("EngineOptions", name, getattr(self, name))
 
     def geometry(self, model: Model) -> CacheGeometry:
         """Geometry of the cache for a model."""
@@ -109,7 +113,12 @@ class Engine:
         self.options = EngineOptions() if options is None else options
         self.model = model
         self.geometry = self.options.geometry(model)
-        self.cache = init_cache(model.config, self.geometry, pages, model.mesh)
+        # Every request has a page at least, so more slots than pages would never be used.
+        slots = min(self.options.max_states, pages)
+        self.cache = init_cache(model.config, self.geometry, pages, model.mesh, requests=slots)
+        slots = pages if self.cache.slots is None else slots
+        self.free_slots = [list(range(slots)) for _ in range(model.mesh.shape[DATA])]
+        self.prefix_reuse = self.options.prefix_reuse and model.config.kda is None
         self.runner = StepRunner(model, self.options.execution)
         self.allocators = [PageAllocator(pages, self.geometry.tokens_per_page) for _ in range(model.mesh.shape[DATA])]
         self.waiting: collections.deque[_Sequence] = collections.deque()
@@ -146,8 +155,9 @@ class Engine:
           ValueError: The prompt or `max_new_tokens` is out of range.
           OutOfPagesError: It needs more pages than a data group has; nothing has changed.
         """
-        if max_new_tokens <= 0:
-            raise ValueError(f"max_new_tokens must be positive, got {max_new_tokens=}")
+        max_new_tokens = check_positive("add", "max_new_tokens", max_new_tokens)
+        if sampling is not None and not isinstance(sampling, SamplingConfig):
+            raise ValueError(f"add: sampling must be a SamplingConfig or None, got {sampling!r}")
         config = self.model.config
         (tokens,) = check_prompts([prompt], config.vocab_size, config.max_position_embeddings)
         needed, total = self.pages_needed(len(tokens), max_new_tokens), self.allocators[0].num_pages
@@ -196,10 +206,13 @@ class Engine:
         while self.waiting:
             sequence = self.waiting[0]
             count = self.pages_needed(len(sequence.tokens), sequence.max_new_tokens)
-            group = max(range(len(self.allocators)), key=lambda g: self.allocators[g].num_free)
+            open_groups = [group for group, slots in enumerate(self.free_slots) if slots]
+            if not open_groups:
+                return
+            group = max(open_groups, key=lambda g: self.allocators[g].num_free)
             allocator = self.allocators[group]
             found, cached = (), 0
-            if self.options.prefix_reuse:
+            if self.prefix_reuse:
                 match = allocator.lookup_prefix(sequence.tokens)
                 found, cached = match.pages, match.num_tokens
             try:
@@ -207,7 +220,7 @@ class Engine:
             except OutOfPagesError:
                 allocator.free(found)
                 return
-            sequence.group, sequence.cached = group, cached
+            sequence.group, sequence.cached, sequence.slot = group, cached, self.free_slots[group].pop()
             sequence.pages = np.array([*found, *fresh], np.int64)
             self.running.append(self.waiting.popleft())
 
@@ -231,7 +244,7 @@ class Engine:
         allocator = self.allocators[sequence.group]
         # Hashing the whole request for every token would be quadratic: only once its prompt or another page is full.
         filled = sequence.drawn == 1 or len(sequence.tokens) % allocator.tokens_per_page == 0
-        if self.options.prefix_reuse and filled:
+        if self.prefix_reuse and filled:
             allocator.publish_prefix(sequence.tokens, sequence.pages.tolist())
         finished = None
         if token in self.model.config.eos_token_ids and not sequence.ignore_eos:
@@ -245,4 +258,5 @@ class Engine:
             sequence.append(token)
         else:
             allocator.free(sequence.pages.tolist())
+            self.free_slots[sequence.group].append(sequence.slot)
         return TokenEvent(sequence.number, token, finished)

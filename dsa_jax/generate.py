@@ -8,6 +8,7 @@ from dsa_jax.batch import check_prompts
 from dsa_jax.engine import Engine, EngineOptions, TokenEvent
 from dsa_jax.model import Model
 from dsa_jax.sampling import SamplingConfig
+from pallas_kernels.checks import check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +33,8 @@ class GenerateOptions:
     def __post_init__(self):
         """Check the sizes."""
         for name in ("max_new_tokens", "max_pages"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {name}={value}")
+            if getattr(self, name) is not None:
+                check_positive("GenerateOptions", name, getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The model as a `flax.nnx` module, and its forward pass on one rank."""
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,11 +12,14 @@ from jax.sharding import Mesh
 from dsa_jax.batch import StepInputs
 from dsa_jax.cache import PagedCache
 from dsa_jax.config import ModelConfig
+from dsa_jax.fp8_weights import keep_fp8
 from dsa_jax.layers.attention import gather_layer, no_selection
-from dsa_jax.layers.context import StepContext, StepOptions, make_context, write_cache
+from dsa_jax.layers.context import StepContext, StepOptions, make_context
 from dsa_jax.layers.decoder import DecoderLayer, LayerCarry, LayerOutputs
 from dsa_jax.layers.linear import RMSNorm, contract
+from dsa_jax.layers.mhc import close_streams, open_streams
 from dsa_jax.params import ParamSpec, Source, declare, partition_spec, round_up
+from dsa_jax.quantization import SCALE_SUFFIX
 from dsa_jax.segments import Segment, plan_segments
 from sharding.mesh import TP_AXES, check_mesh, tp_size
 
@@ -32,7 +36,8 @@ class StepOutputs:
     Attributes:
       cache: The cache with the chunk's records written.
       logits: Logits of the wanted rows [M, padded vocabulary] float32.
-      selected: Selected positions of each layer [layers, T, index_topk] int32, -1 for none; None unless asked for.
+      selected: Selected positions of each layer of sparse attention [sparse layers, T, selected_width] int32, -1 for
+        none; None unless asked for.
     """
 
     cache: PagedCache
@@ -41,7 +46,7 @@ class StepOutputs:
 
 
 class Model(nnx.Module):
-    """A GLM-5 or DeepSeek-V3.2 language model.
+    """A GLM-5, GLM-5.3-Flash or DeepSeek-V3.2 language model.
 
     Parameters are global arrays sharded over `mesh`; `forward` runs inside `shard_map`, where the same module holds
     each rank's share.
@@ -57,6 +62,8 @@ class Model(nnx.Module):
         tp = tp_size(mesh)
         if config.num_heads % tp:
             raise ValueError(f"num_attention_heads={config.num_heads} must be divisible by {tp=}")
+        if config.kda is not None and config.kda.num_heads % tp:
+            raise ValueError(f"linear_attn_config.num_heads={config.kda.num_heads} must be divisible by {tp=}")
         self.config = config
         self.mesh = mesh
         vocab, hidden = round_up(config.vocab_size, tp), config.hidden_size
@@ -109,32 +116,45 @@ class Model(nnx.Module):
           New cache, this rank's share of the logits, selections.
         """
         context = make_context(self.config, inputs, cache.geometry, options)
-        x = self.embed(inputs.tokens)
+        x = open_streams(self.embed(inputs.tokens), self.config.hyper_connections)
         ahead = gather_layer(cache.ckv, jnp.int32(0), context) if options.decision.prefetch else None
-        carry = LayerCarry(x, no_selection(x.shape[0], self.config.indexer.topk), ahead)
+        carry = LayerCarry(x, no_selection(x.shape[0], self.config.selected_width), ahead)
         written = []
         for segment, layers in zip(self.plan, self.segments, strict=True):
             carry, outputs = run_segment(segment, layers, carry, context, cache)
             written.append(outputs)
         with jax.named_scope("logits"):
-            logits = self.logits(carry.x[inputs.logits_rows])
-        records = in_layer_order([[o.record for o in outputs] for outputs in written])
-        index_keys = in_layer_order(
-            [[o.index_keys for o in outputs if o.index_keys is not None] for outputs in written]
-        )
-        selected = None
-        if options.return_selected:
-            selected = in_layer_order([[o.selected for o in outputs] for outputs in written])
-        return StepOutputs(write_cache(cache, context, records, index_keys), logits, selected)
+            logits = self.logits(close_streams(carry.x[inputs.logits_rows], self.config.hyper_connections))
+        new = {
+            field.name: in_layer_order([[getattr(o, field.name) for o in outputs] for outputs in written])
+            for field in dataclasses.fields(LayerOutputs)
+        }
+        return StepOutputs(write_cache(cache, context, new), logits, new["selected"])
 
 
-def in_layer_order(segments: list[list[jax.Array]]) -> jax.Array:
-    """[layers, ...] from [repeats, ...] for each position of each segment's pattern."""
+def write_cache(cache: PagedCache, context: StepContext, new: dict[str, jax.Array | None]) -> PagedCache:
+    """The cache with what all layers left behind, by the names of `LayerOutputs`, written in one go."""
+    records, index_keys = new["record"], new["index_keys"]
+    assert records is not None and index_keys is not None
+    state = {name: new[name] for name in ("kda", "conv", "ring")}
+    return PagedCache(
+        context.ckv.store(cache.ckv, records),
+        context.index_keys.store(cache.index_keys, index_keys),
+        cache.state.write(context.state_slots, **state),
+        cache.geometry,
+    )
+
+
+def in_layer_order(segments: list[list[jax.Array | None]]) -> jax.Array | None:
+    """[layers, ...] from [repeats, ...] for each position of each segment's pattern; layers with None are left out."""
     runs = []
     for positions in segments:
-        if positions:
-            stacked = jnp.stack(positions, axis=1)
+        arrays = [array for array in positions if array is not None]
+        if arrays:
+            stacked = jnp.stack(arrays, axis=1)
             runs.append(stacked.reshape(-1, *stacked.shape[2:]))
+    if not runs:
+        return None
     return runs[0] if len(runs) == 1 else jnp.concatenate(runs)
 
 
@@ -148,9 +168,7 @@ def run_segment(
         repeat, states = scanned
         outputs = []
         for position, ((graphdef, _), state) in enumerate(zip(split, states, strict=True)):
-            layer = segment.first + repeat * len(segment.pattern) + position
-            index_layer = segment.first_index + repeat * segment.full_per_repeat + segment.index_position(position)
-            carry, left = nnx.merge(graphdef, state)(carry, context, cache, layer, index_layer)
+            carry, left = nnx.merge(graphdef, state)(carry, context, cache, segment.place(position, repeat))
             outputs.append(left)
         return carry, outputs
 
@@ -158,9 +176,25 @@ def run_segment(
     return jax.lax.scan(body, carry, (repeats, [state for _, state in split]))
 
 
-def abstract_model(config: ModelConfig, mesh: Mesh) -> Model:
-    """The model with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: Model(config, mesh))
+def abstract_model(config: ModelConfig, mesh: Mesh, fp8: Collection[str] = ()) -> Model:
+    """The model with shapes in place of arrays.
+
+    Args:
+      config: Its sizes.
+      mesh: Mesh that its parameters are split over.
+      fp8: Parameters that stay FP8, see `dsa_jax.fp8_weights`.
+
+    Raises:
+      ValueError: The heads do not divide by the mesh's TP size, or a parameter of `fp8` cannot be FP8.
+    """
+
+    def declared() -> Model:
+        model = Model(config, mesh)
+        if fp8:
+            keep_fp8(model, fp8, config.quantization.block if config.quantization else None)
+        return model
+
+    return nnx.eval_shape(declared)
 
 
 def parameter_specs(model: Model) -> dict[str, ParamSpec]:
@@ -172,28 +206,32 @@ def parameter_specs(model: Model) -> dict[str, ParamSpec]:
             shape=tuple(variable.shape),
             dtype=metadata["stored_dtype"],
             spec=partition_spec(metadata["axes"]),
-            sources=tuple(_sources(model.plan, path, metadata["stored"])),
+            sources=tuple(_sources(model.plan, path, metadata["stored"], model.config.tensor_prefix)),
         )
     return specs
 
 
-def _sources(plan: tuple[Segment, ...], path: tuple, stored: tuple[int, ...]):
+def _sources(plan: tuple[Segment, ...], path: tuple, stored: tuple[int, ...], tensor_prefix: str):
     """The checkpoint's tensors behind the parameter at `path`."""
     if path[0] != "segments":
-        name = "lm_head.weight" if path[0] == "lm_head" else "model." + ".".join(map(str, path))
+        name = "lm_head.weight" if path[0] == "lm_head" else tensor_prefix + ".".join(map(str, path))
         yield Source(name if name.endswith(".weight") else name + ".weight", stored)
         return
     segment, position, names = plan[path[1]], path[2], [str(p) for p in path[3:]]
     for repeat in range(segment.repeats):
-        prefix = f"model.layers.{segment.layer(position, repeat)}"
+        prefix = f"{tensor_prefix}layers.{segment.layer(position, repeat)}"
         if "experts" in names:
+            projection = names[-1].removesuffix(SCALE_SUFFIX)
+            tensor = f"{projection}.weight{names[-1][len(projection) :]}"
             for expert in range(stored[0]):
-                yield Source(f"{prefix}.mlp.experts.{expert}.{names[-1]}.weight", stored[1:], (repeat, expert))
+                yield Source(f"{prefix}.mlp.experts.{expert}.{tensor}", stored[1:], (repeat, expert))
         else:
-            yield Source(f"{prefix}.{'.'.join(names)}", stored, (repeat,))
+            # The parameters of the residual connections have no module of their own in checkpoints.
+            name = "_".join(names) if names[0].startswith("hc_") else ".".join(names)
+            yield Source(f"{prefix}.{name}", stored, (repeat,))
 
 
-def fill_parameters(model: Model, arrays: dict[str, jax.Array]) -> Model:
+def fill_parameters(model: Model, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> Model:
     """The abstract `model` with `arrays` (by the names of `parameter_specs`) as its parameters."""
     graphdef, state = nnx.split(model)
     flat = {path: variable.replace(arrays[".".join(map(str, path))]) for path, variable in nnx.to_flat_state(state)}

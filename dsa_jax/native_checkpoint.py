@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from sharding.mesh import check_mesh
 PARAMS_FOLDER = "params"
 # Written last: names, shapes and dtypes of the arrays and the sizes of the files, so that damage shows before reading.
 MANIFEST_FILE = "native_checkpoint.json"
+# What an interrupted conversion has saved so far.
+_PROGRESS_FILE = "progress.json"
 _FORMAT = {"format": "dsa_jax", "version": 1}
 DEFAULT_BYTES_IN_FLIGHT = 2 * 1024**3
 
@@ -124,30 +126,79 @@ def save_native(
     pieces = pieces_of(specs)
     with progress_bar(sum(map(nbytes, pieces)), "saving", progress) as bar:
 
-        def parts() -> Iterator[dict[str, jax.Array]]:
+        def parts(_: Collection[str]) -> Iterator[dict[str, jax.Array]]:
             for batch in batches(pieces, nbytes, max_bytes_in_flight // 2):
                 yield {piece.name: cut(params[piece.parameter], piece.layer, piece.shape) for piece in batch}
                 bar.update(sum(map(nbytes, batch)))
 
-        save_parts(out_folder, extra_files, parts())
+        save_parts(out_folder, extra_files, parts)
 
 
 def save_parts(
-    out_folder: Path | str, extra_files: Iterable[Path | str], parts: Iterable[Mapping[str, jax.Array]]
+    out_folder: Path | str,
+    extra_files: Iterable[Path | str],
+    parts: Callable[[Collection[str]], Iterable[Mapping[str, jax.Array]]],
+    *,
+    resume_key: str | None = None,
 ) -> None:
-    """Make a native checkpoint of pieces that come a part at a time; the folder appears whole or not at all."""
-    with _new_folder(out_folder, extra_files) as unfinished:
+    """Make a native checkpoint of pieces that come a part at a time; the folder appears whole or not at all.
+
+    Args:
+      out_folder: Folder to make; it must not exist or be empty.
+      extra_files: Files to copy beside the weights.
+      parts: Called with the names of the pieces that are saved already; gives the others.
+      resume_key: Stands for everything that the pieces depend on. What an interrupted call with the same key has saved
+        is kept for the next one, which goes on behind it. None keeps nothing.
+    """
+    with _new_folder(out_folder, extra_files, resume_key) as unfinished:
         path = str(unfinished / PARAMS_FOLDER)
-        described: dict[str, dict[str, Any]] = {}
+        described = _read_progress(unfinished, resume_key)
+        _drop_unnoted(unfinished)
         context = ocp.Context()
         context.array.saving.use_compression = False  # Weights hardly compress, and it is slower than the disk.
         with context:
-            for arrays in parts:
+            for arrays in parts(described.keys()):
                 ocp.partial.save(path, dict(arrays))
                 described |= {n: {"shape": list(a.shape), "dtype": str(a.dtype)} for n, a in arrays.items()}
+                if resume_key is not None:
+                    _write_progress(unfinished, resume_key, described)
             ocp.partial.finalize(path)
+        (unfinished / _PROGRESS_FILE).unlink(missing_ok=True)
         manifest = {**_FORMAT, "arrays": described, "files": _file_sizes(unfinished)}
         (unfinished / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _read_progress(unfinished: Path, resume_key: str | None) -> dict[str, dict[str, Any]]:
+    """Pieces that an interrupted call with this key has saved: name to shape and dtype."""
+    try:
+        progress = json.loads((unfinished / _PROGRESS_FILE).read_bytes())
+        return progress["arrays"] if progress["key"] == resume_key else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write_progress(unfinished: Path, resume_key: str, described: Mapping[str, Any]) -> None:
+    """Note what is saved, in one step, so that an interruption leaves the note before or the one after."""
+    new = unfinished / f"{_PROGRESS_FILE}.new"
+    parts = [part.relative_to(unfinished).as_posix() for part in _saved_parts(unfinished)]
+    new.write_text(json.dumps({"key": resume_key, "arrays": described, "parts": parts}))
+    os.replace(new, unfinished / _PROGRESS_FILE)
+
+
+def _saved_parts(unfinished: Path) -> list[Path]:
+    """What Orbax keeps of each partial save until all are joined: one folder each."""
+    return sorted(unfinished.glob(f"{PARAMS_FOLDER}*/*"))
+
+
+def _drop_unnoted(unfinished: Path) -> None:
+    """Remove parts that were not yet noted when an earlier call was interrupted: they are saved again."""
+    try:
+        noted = json.loads((unfinished / _PROGRESS_FILE).read_bytes())["parts"]
+    except FileNotFoundError:
+        return
+    for part in _saved_parts(unfinished):
+        if part.relative_to(unfinished).as_posix() not in noted:
+            shutil.rmtree(part)
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
@@ -157,8 +208,11 @@ def _file_sizes(folder: Path) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _new_folder(folder: Path | str, extra_files: Iterable[Path | str]) -> Iterator[Path]:
-    """A folder to fill, with copies of files, that takes its place if the block ends without an error."""
+def _new_folder(folder: Path | str, extra_files: Iterable[Path | str], resume_key: str | None) -> Iterator[Path]:
+    """A folder to fill, with copies of files, that takes its place if the block ends without an error.
+
+    With a `resume_key` it may hold what an earlier block with the same key has saved, and keeps it after an error.
+    """
     folder = Path(folder).resolve()
     files = [Path(file) for file in extra_files]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -167,15 +221,19 @@ def _new_folder(folder: Path | str, extra_files: Iterable[Path | str]) -> Iterat
     if missing:
         raise CheckpointError(f"files to copy to {folder} are missing: {', '.join(missing)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.unfinished"
-    unfinished.mkdir()
+    suffix = uuid.uuid4().hex[:8] if resume_key is None else "resumable"
+    unfinished = folder.parent / f".{folder.name}.{suffix}.unfinished"
+    if unfinished.exists() and not _read_progress(unfinished, resume_key):
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(exist_ok=resume_key is not None)
     try:
         for file in files:
             shutil.copyfile(file, unfinished / file.name)
         yield unfinished
         os.replace(unfinished, folder)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if not _read_progress(unfinished, resume_key):
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 

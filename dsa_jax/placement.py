@@ -194,6 +194,11 @@ def _gather_ranks(
     return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=present.dtype)
 
 
+def _as_bytes(x: jax.Array) -> jax.Array:
+    """FP8 as bytes, other dtypes as they are: the CPU backend converts a whole FP8 buffer to write a part of it."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+
+
 @functools.lru_cache(maxsize=256)
 def _writer(
     mesh: Mesh,
@@ -224,12 +229,14 @@ def _writer(
     def write_local(
         buffer: jax.Array, pieces: tuple[jax.Array, ...], scales: tuple[jax.Array, ...], starts: jax.Array
     ) -> jax.Array:
+        dtype = buffer.dtype
+        buffer = _as_bytes(buffer)
         for i, piece in enumerate(pieces):
-            value = value_of(piece, scales[i] if scales else None).astype(buffer.dtype)
+            value = _as_bytes(value_of(piece, scales[i] if scales else None).astype(dtype))
             value = value.reshape((1,) * lead + value.shape)
             begin = [*starts[i], *(jnp.zeros((), starts.dtype) for _ in tail)]
             buffer = jax.lax.dynamic_update_slice(buffer, value, begin)
-        return buffer
+        return jax.lax.bitcast_convert_type(buffer, dtype)
 
     def with_ranks(split: Sequence[Axes]) -> PartitionSpec:
         return _partition(((*lead_axes, *split[0]), *split[1:]) if split else ())

@@ -25,12 +25,14 @@ class Batch:
       geometry: Of the cache.
       groups: Number of data groups.
       pages: Pages that the cache of one data group needs.
+      slots: Requests of one data group that the cache keeps a state of, where the model has one.
     """
 
     requests: list[Request]
     geometry: CacheGeometry
     groups: int
     pages: int
+    slots: int = 1
 
     @classmethod
     def from_prompts(
@@ -57,19 +59,22 @@ class Batch:
         config, groups = model.config, model.mesh.shape[DATA]
         geometry = geometry or CacheGeometry.for_model(config, model.mesh, model.dtype)
         arrays = check_prompts(prompts, config.vocab_size, config.max_position_embeddings)
-        used = np.zeros(groups, np.int64)
+        used, slots = np.zeros(groups, np.int64), np.zeros(groups, np.int64)
         requests: dict[int, Request] = {}
         for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i])):
             length = min(len(arrays[i]) + max_new_tokens, config.max_position_embeddings)
             count = -(-length // geometry.tokens_per_page)
             group = int(np.argmin(used))
-            requests[i] = Request(arrays[i], used[group] + np.arange(count, dtype=np.int64), group)
+            pages = used[group] + np.arange(count, dtype=np.int64)
+            requests[i] = Request(arrays[i], pages, group, slot=int(slots[group]))
             used[group] += count
-        return cls([requests[i] for i in range(len(arrays))], geometry, groups, max(1, int(used.max())))
+            slots[group] += 1
+        ordered = [requests[i] for i in range(len(arrays))]
+        return cls(ordered, geometry, groups, max(1, int(used.max())), int(slots.max()))
 
     def init_cache(self, model: Model) -> PagedCache:
         """An empty cache with room for the batch."""
-        return init_cache(model.config, self.geometry, self.pages, model.mesh)
+        return init_cache(model.config, self.geometry, self.pages, model.mesh, requests=self.slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +84,8 @@ class PrefillResult:
     Attributes:
       cache: The cache, holding every token of the batch.
       logits: Of each request float32 [new tokens, vocabulary], [1, vocabulary], or [0, vocabulary] as asked for.
-      selected: Of each request int32 [layers, new tokens, index_topk], positions in the request, -1 for none; None
-        unless asked for.
+      selected: Of each request int32 [sparse layers, new tokens, selected_width], positions in the request, -1 for
+        none; None unless asked for.
     """
 
     cache: PagedCache
@@ -122,9 +127,16 @@ def prefill(
             f"the cache has {cache.pages // groups} pages a data group and geometry {cache.geometry},"
             f" the batch needs {batch.pages} of {batch.geometry}"
         )
+    if cache.slots is not None and cache.slots < batch.slots * groups:
+        raise ValueError(
+            f"the cache keeps the state of {cache.slots // groups} requests a data group, the batch has {batch.slots}"
+        )
     # Here and not step by step: a request that runs out half-way would take the donated cache with it.
     check_requests(batch.requests, batch.geometry, groups=groups, pages=cache.pages // groups)
-    vocab = runner.model.config.vocab_size
+    config = runner.model.config
+    vocab = config.vocab_size
+    # Again, because tokens were appended since.
+    check_prompts([request.tokens for request in batch.requests], vocab, config.max_position_embeddings)
     pieces_logits: list[list[np.ndarray]] = [[] for _ in batch.requests]
     pieces_selected: list[list[np.ndarray]] = [[] for _ in batch.requests]
     while True:

@@ -1,9 +1,14 @@
 """Runs of layers that repeat a pattern, so that one traced body serves them all in a scan."""
 
 import dataclasses
+from typing import Any
+
+import jax
 
 from dsa_jax.config import ModelConfig
-from dsa_jax.layers.decoder import LayerKind
+from dsa_jax.config_flash import NO_INDEXER
+from dsa_jax.config_layers import FULL, SPARSE
+from dsa_jax.layers.decoder import LayerKind, LayerPlace
 
 MAX_PERIOD = 8
 
@@ -14,13 +19,13 @@ class Segment:
 
     Attributes:
       first: Index of the first layer.
-      first_index: How many full layers come before it.
+      before: Its place in the cache: how many layers of each kind come before it.
       pattern: Kinds of the layers of one repeat.
       repeats: How often the pattern comes.
     """
 
     first: int
-    first_index: int
+    before: LayerPlace
     pattern: tuple[LayerKind, ...]
     repeats: int
 
@@ -28,20 +33,25 @@ class Segment:
         """Index of the layer at `position` of the pattern in one repeat."""
         return self.first + repeat * len(self.pattern) + position
 
-    @property
-    def full_per_repeat(self) -> int:
-        """Full layers in the pattern."""
-        return sum(kind.full for kind in self.pattern)
+    def place(self, position: int, repeat: Any) -> LayerPlace:
+        """Where the cache keeps the layer at `position` of the pattern in one repeat, an int or a traced one."""
+        ahead, each = count_layers(self.pattern[:position]), count_layers(self.pattern)
+        return jax.tree.map(lambda before, a, e: before + a + repeat * e, self.before, ahead, each)
 
-    def index_position(self, position: int) -> int:
-        """How many full layers of the pattern come before `position`."""
-        return sum(kind.full for kind in self.pattern[:position])
+
+def count_layers(kinds: tuple[LayerKind, ...]) -> LayerPlace:
+    """How many of the layers have each part of the cache."""
+    return LayerPlace(
+        ckv=sum(not kind.linear for kind in kinds),
+        index_keys=sum(kind.full for kind in kinds),
+        state=sum(kind.linear for kind in kinds),
+    )
 
 
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """Kind of each layer of the model."""
     return tuple(
-        LayerKind(full=index == "full", sparse_mlp=mlp == "sparse")
+        LayerKind(full=index == FULL, sparse_mlp=mlp == SPARSE, linear=index == NO_INDEXER)
         for index, mlp in zip(config.indexer_types, config.mlp_types, strict=True)
     )
 
@@ -57,11 +67,12 @@ def plan_segments(config: ModelConfig) -> tuple[Segment, ...]:
     """Cut the layers into segments, greedily by how many traced layers a repeat saves.
 
     A pattern of several layers starts with a full layer: what a full layer computes for the shared layers behind it
-    then stays inside one body. GLM-5.2 becomes 3 dense full layers, 3 shared ones, and 18 times (full, shared x 3).
+    then stays inside one body. GLM-5.2 becomes 3 dense full layers, 3 shared ones, and 18 times (full, shared x 3);
+    GLM-5.3-Flash 3 dense linear layers, 10 times (full, linear x 3), and a full and a linear one.
     """
     kinds = layer_kinds(config)
     segments = []
-    first = first_index = 0
+    first = 0
     while first < len(kinds):
         best_period, best_repeats, best_saved = 1, 1, 0
         for period in range(1, min(MAX_PERIOD, len(kinds) - first) + 1):
@@ -71,8 +82,8 @@ def plan_segments(config: ModelConfig) -> tuple[Segment, ...]:
             saved = (repeats - 1) * period
             if saved > best_saved:
                 best_period, best_repeats, best_saved = period, repeats, saved
-        segment = Segment(first, first_index, kinds[first : first + best_period], best_repeats)
+        before = count_layers(kinds[:first])
+        segment = Segment(first, before, kinds[first : first + best_period], best_repeats)
         segments.append(segment)
         first += best_period * best_repeats
-        first_index += segment.full_per_repeat * best_repeats
     return tuple(segments)

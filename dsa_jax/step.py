@@ -35,11 +35,14 @@ class Execution:
       policy: Which sharded paths a step may take.
       implementation: Implementation of the kernels, or None for the fastest the device supports.
       workspace_bytes: Bound on the temporaries of one operation, in bytes.
+      expert_exchange: Whether ranks send rows to their experts. The residual stream is the same on every rank, so that
+        all rows are where their experts are already: an exchange moves more bytes and routes a share of the rows.
     """
 
     policy: PrefillPolicy = dataclasses.field(default_factory=PrefillPolicy)
     implementation: str | None = None
     workspace_bytes: int = 1 << 30
+    expert_exchange: bool = False
 
 
 def attention_facts(config: ModelConfig, geometry: CacheGeometry, dtype: jax.typing.DTypeLike) -> AttentionFacts:
@@ -50,6 +53,7 @@ def attention_facts(config: ModelConfig, geometry: CacheGeometry, dtype: jax.typ
         index_dim=config.indexer.head_dim,
         top_k=config.indexer.topk,
         record_bytes=geometry.ckv.bytes_per_token,
+        kpool=geometry.kpool,
         record_width=geometry.ckv.width,
         kv_lora_rank=config.kv_lora_rank,
         value_dim=config.v_head_dim,
@@ -93,7 +97,7 @@ def _without_costs(options: StepOptions) -> StepOptions:
 
 
 def plan_rows(
-    decision: Decision, lengths: tuple[GroupLengths, ...], rows: int, *, qsplit: int, dcp: int
+    decision: Decision, lengths: tuple[GroupLengths, ...], rows: int, *, qsplit: int, dcp: int, kpool: int = 1
 ) -> RowPlan | None:
     """Which rank selects for which rows, of each data group one after another; None when every rank does for all.
 
@@ -103,13 +107,14 @@ def plan_rows(
       rows: Rows of a group, padding included.
       qsplit: Size of the mesh's "qsplit" axis.
       dcp: Size of the mesh's "dcp" axis.
+      kpool: Tokens of an index key, which is what a row costs.
     """
     if not decision.query_split:
         return None
     ranks = split_size(qsplit, dcp, IndexSharding(decision.index_shards))
     plans = []
     for group in lengths:
-        costs = row_costs(group.seq_lens, group.query_lens, 1)
+        costs = row_costs(group.seq_lens, group.query_lens, kpool)
         if decision.partition == "balanced":
             plans.append(balanced_plan(costs, rows=rows, ranks=ranks, tile=min(PLAN_TILE, max(1, rows // ranks))))
             continue
@@ -120,7 +125,7 @@ def plan_rows(
             sizes = plan_contiguous(
                 group.seq_lens,
                 group.query_lens,
-                ratio=1,
+                ratio=kpool,
                 ranks=ranks,
                 min_rows_per_rank=1,
                 max_rows_per_rank=capacity,
@@ -161,7 +166,7 @@ def run_step(
     def local(state: nnx.State, inputs: StepInputs, cache: PagedCache) -> StepOutputs:
         return nnx.merge(graphdef, state).forward(inputs, cache, options)
 
-    in_specs = (state_specs(state), step_specs(inputs), cache_specs(cache.geometry))
+    in_specs = (state_specs(state), step_specs(inputs), cache_specs(cache))
     specs: dict[str, Any] = {"cache": in_specs[2], "logits": PartitionSpec(DATA, TP_AXES), "selected": None}
     if options.return_selected:
         specs["selected"] = PartitionSpec(None, DATA)
@@ -221,7 +226,9 @@ class StepRunner:
         mesh = self.model.mesh
         self.decision = decide_step(self.model, geometry, step.lengths, self.execution.policy)
         rows = step.inputs.tokens.shape[0] // mesh.shape[DATA]
-        plan = plan_rows(self.decision, step.lengths, rows, qsplit=mesh.shape[QSPLIT], dcp=mesh.shape[DCP])
+        split = {"qsplit": mesh.shape[QSPLIT], "dcp": mesh.shape[DCP]}
+        plan = plan_rows(self.decision, step.lengths, rows, kpool=geometry.kpool, **split)
+        most = max(int(group.query_lens.max(initial=0)) for group in step.lengths)
         options = StepOptions(
             decision=_program(self.decision, mesh.shape[DCP]),
             ckv_rows=step.ckv_rows,
@@ -229,6 +236,8 @@ class StepRunner:
             implementation=self.execution.implementation,
             workspace_bytes=self.execution.workspace_bytes,
             return_selected=return_selected,
+            expert_exchange=self.execution.expert_exchange,
+            single_rows=self.model.config.kda is not None and most <= 1,
         )
         inputs = dataclasses.replace(step.inputs, plan=plan)
         return to_devices(inputs, self._inputs_sharding), options

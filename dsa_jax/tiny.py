@@ -1,17 +1,15 @@
 """Tiny random checkpoints in Hugging Face layout, to try everything without a download."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dsa_jax.config import ModelConfig
-from dsa_jax.config_layers import FULL, SPARSE
+from dsa_jax.tiny_tensors import tensors
 
 _NUM_BYTES = 256
 _NUM_FILES = 2
@@ -101,12 +99,43 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "torch_dtype": "bfloat16",
     },
+    "glm53_flash": _GLM
+    | {
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "hc_eps": 1e-6,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "head_dim": 0,
+        "index_kpool": 4,
+        "index_kpool_always_select_tail": True,
+        "index_kpool_compress": True,
+        "index_topk": 16,
+        "layer_types": ["linear_attention", "deepseek_sparse_attention"] * 2 + ["linear_attention"],
+        "linear_attn_config": {
+            "full_attn_layers": [1, 3],
+            "gate_lower_bound": -5.0,
+            "head_dim": 16,
+            "kda_layers": [0, 2, 4],
+            "num_heads": 8,
+            "short_conv_kernel_size": 4,
+        },
+        "mhc": True,
+        "mla_use_nope": True,
+        "model_type": "glm5_next",
+        "num_hidden_layers": 5,
+        "qk_head_dim": 32,
+        "qk_rope_head_dim": 0,
+        "swiglu_limit": 10.0,
+    },
 }
+# Fields of a model of text and images that describe the whole; its other fields are those of the text model.
+_WHOLE = ("architectures", "dtype", "model_type", "tie_word_embeddings")
 FAMILIES = tuple(_FAMILIES)
 # Tokens that end a generation; their ids follow the bytes.
 _SPECIAL = {
     "glm_moe_dsa": ("<|endoftext|>", "<|user|>", "<|observation|>"),
     "deepseek_v32": ("<|end_of_sentence|>",),
+    "glm5_next": ("<|endoftext|>", "<|user|>", "<|observation|>"),
 }
 
 
@@ -117,28 +146,34 @@ def write_tiny(folder: str | Path, family: str, seed: int = 0) -> ModelConfig:
     that readers skip, and a tokenizer with one token for each byte. The same seed writes the same files.
 
     Args:
-      folder: Folder to write to; made if missing. Files of the same names in it are replaced.
-      family: "glm5" (every layer owns an indexer), "glm52" (layers share indexers) or "dsv32" (DeepSeek-V3.2: yarn,
-        index RoPE over halves, grouped routing).
+      folder: Folder to write to; it must not exist or be empty.
+      family: "glm5" (every layer owns an indexer), "glm52" (layers share indexers), "dsv32" (DeepSeek-V3.2: yarn,
+        index RoPE over halves, grouped routing) or "glm53_flash" (linear attention in most layers, pooled index keys,
+        several residual streams; no vision tower).
       seed: Seed of the weights, not negative.
 
     Returns:
       The configuration of the checkpoint.
 
     Raises:
-      ValueError: The family is unknown or the seed is negative.
+      ValueError: The family is unknown, the seed is negative, or the folder holds something.
     """
     if family not in _FAMILIES:
         raise ValueError(f"{family=} is unknown; one of {FAMILIES}")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed must be an int >= 0, got {seed!r}")
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: what it holds would be mixed with the new checkpoint")
     raw = _COMMON | _FAMILIES[family]
     eos = [_NUM_BYTES + i for i in range(len(_SPECIAL[raw["model_type"]]))]
     raw["eos_token_id"] = eos if len(eos) > 1 else eos[0]
+    if raw["model_type"] == "glm5_next":
+        text = {name: value for name, value in raw.items() if name not in _WHOLE} | {"model_type": "glm5_next_text"}
+        raw = {name: raw[name] for name in (*_WHOLE, "eos_token_id")} | {"text_config": text}
     config = ModelConfig.from_dict(raw)
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(folder, dict(_tensors(config, np.random.default_rng(seed))))
+    _write_weights(folder, dict(tensors(config, np.random.default_rng(seed))))
     _write_tokenizer(folder, _SPECIAL[config.model_type])
     _write_json(folder / "config.json", raw)
     _write_json(folder / "generation_config.json", {"eos_token_id": raw["eos_token_id"], "do_sample": False})
@@ -174,81 +209,3 @@ def _write_tokenizer(folder: Path, special: tuple[str, ...]) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(folder / "tokenizer.json"))
-
-
-class _Random:
-    """Random tensors of a checkpoint, scaled so that activations keep their size from layer to layer."""
-
-    def __init__(self, rng: np.random.Generator):
-        self._rng = rng
-
-    def normal(self, *shape: int, std: float, mean: float = 0.0) -> np.ndarray:
-        return (mean + std * self._rng.standard_normal(shape, dtype=np.float32)).astype(ml_dtypes.bfloat16)
-
-    def linear(self, rows: int, columns: int) -> np.ndarray:
-        return self.normal(rows, columns, std=columns**-0.5)
-
-    def norm(self, size: int) -> np.ndarray:
-        return self.normal(size, std=0.1, mean=1.0)
-
-    def router_bias(self, experts: int) -> np.ndarray:
-        return (0.05 * self._rng.standard_normal((experts,), dtype=np.float32)).astype(np.float32)
-
-
-def _tensors(config: ModelConfig, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and value of each tensor."""
-    random = _Random(rng)
-    hidden, vocab, layers = config.hidden_size, config.vocab_size, config.num_layers
-    yield "model.embed_tokens.weight", random.normal(vocab, hidden, std=1.0)
-    for layer in range(layers):
-        yield from _layer(
-            config, random, f"model.layers.{layer}.", config.indexer_types[layer], config.mlp_types[layer]
-        )
-    yield "model.norm.weight", random.norm(hidden)
-    yield "lm_head.weight", random.linear(vocab, hidden)
-    for layer in range(layers, layers + config.num_mtp_layers):
-        prefix = f"model.layers.{layer}."
-        yield from _layer(config, random, prefix, FULL, SPARSE)
-        yield prefix + "enorm.weight", random.norm(hidden)
-        yield prefix + "hnorm.weight", random.norm(hidden)
-        yield prefix + "eh_proj.weight", random.linear(hidden, 2 * hidden)
-        yield prefix + "shared_head.norm.weight", random.norm(hidden)
-
-
-def _layer(
-    config: ModelConfig, random: _Random, prefix: str, indexer_type: str, mlp_type: str
-) -> Iterator[tuple[str, np.ndarray]]:
-    hidden, heads, latent = config.hidden_size, config.num_heads, config.kv_lora_rank
-    yield prefix + "input_layernorm.weight", random.norm(hidden)
-    yield prefix + "post_attention_layernorm.weight", random.norm(hidden)
-    attention = prefix + "self_attn."
-    yield attention + "q_a_proj.weight", random.linear(config.q_lora_rank, hidden)
-    yield attention + "q_a_layernorm.weight", random.norm(config.q_lora_rank)
-    yield attention + "q_b_proj.weight", random.linear(heads * config.qk_head_dim, config.q_lora_rank)
-    yield attention + "kv_a_proj_with_mqa.weight", random.linear(latent + config.qk_rope_head_dim, hidden)
-    yield attention + "kv_a_layernorm.weight", random.norm(latent)
-    yield attention + "kv_b_proj.weight", random.linear(heads * (config.qk_nope_head_dim + config.v_head_dim), latent)
-    yield attention + "o_proj.weight", random.linear(hidden, heads * config.v_head_dim)
-    if indexer_type == FULL:
-        indexer, width = config.indexer, config.indexer.head_dim
-        yield attention + "indexer.wq_b.weight", random.linear(indexer.num_heads * width, config.q_lora_rank)
-        yield attention + "indexer.wk.weight", random.linear(width, hidden)
-        yield attention + "indexer.k_norm.weight", random.norm(width)
-        yield attention + "indexer.k_norm.bias", random.normal(width, std=0.1)
-        yield attention + "indexer.weights_proj.weight", random.linear(indexer.num_heads, hidden)
-    moe = config.moe
-    if mlp_type != SPARSE or moe is None:
-        yield from _mlp(random, prefix + "mlp.", hidden, config.intermediate_size)
-        return
-    yield prefix + "mlp.gate.weight", random.linear(moe.num_experts, hidden)
-    yield prefix + "mlp.gate.e_score_correction_bias", random.router_bias(moe.num_experts)
-    for expert in range(moe.num_experts):
-        yield from _mlp(random, f"{prefix}mlp.experts.{expert}.", hidden, moe.intermediate_size)
-    shared = moe.num_shared_experts * moe.intermediate_size
-    yield from _mlp(random, prefix + "mlp.shared_experts.", hidden, shared)
-
-
-def _mlp(random: _Random, prefix: str, hidden: int, width: int) -> Iterator[tuple[str, np.ndarray]]:
-    yield prefix + "gate_proj.weight", random.linear(width, hidden)
-    yield prefix + "up_proj.weight", random.linear(width, hidden)
-    yield prefix + "down_proj.weight", random.linear(hidden, width)

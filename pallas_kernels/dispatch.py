@@ -1,6 +1,8 @@
 """Choice of an implementation, the same for every operation."""
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -8,8 +10,24 @@ import jax
 Support = Callable[[], str | None]
 
 
+_target: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(compute_capability: tuple[int, int]) -> Iterator[None]:
+    """Choose implementations for a GPU that is not there while its programs are traced."""
+    token = _target.set(compute_capability)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
 def gpu_compute_capability() -> tuple[int, int] | None:
-    """Compute capability of the first default device, or None when that is not an NVIDIA GPU."""
+    """Compute capability of the GPU that is compiled for, else of the first default device; None for other devices."""
+    target = _target.get()
+    if target is not None:
+        return target
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", None)
     if device.platform != "gpu" or capability is None:

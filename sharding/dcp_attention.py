@@ -122,10 +122,11 @@ def dcp_sparse_mla(
 
 def project_values(out: jax.Array, value_up: jax.Array) -> jax.Array:
     """Attention output in the latent space [T, H, R] times the heads' value rows [H, V, R]: [T, H, V] float32."""
-    return jnp.einsum(
+    # XLA has no batched bfloat16 product with a float32 output on CPUs: the product is rounded to the weights' dtype.
+    values = jnp.einsum(
         "thr,hvr->thv",
         out.astype(value_up.dtype),
         value_up,
         precision=jax.lax.Precision.HIGHEST if value_up.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
     )
+    return values.astype(jnp.float32)

@@ -1,11 +1,11 @@
 """Meshes of the axes ("data", "qsplit", "dcp"), with TP = qsplit * dcp and dcp minor."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 DATA, QSPLIT, DCP = "data", "qsplit", "dcp"
 AXES = (DATA, QSPLIT, DCP)
@@ -27,22 +27,33 @@ def make_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1, devices: Sequence[Any
     Raises:
       ValueError: A size is not positive, `tp` is not divisible by `dcp`, or there are too few devices.
     """
-    ranks = rank_grid(tp=tp, dcp=dcp, data=data)
+    _check_sizes(tp, dcp, data)
     devices = jax.devices() if devices is None else list(devices)
     if len(devices) < data * tp:
         raise ValueError(f"{data=} x {tp=} needs {data * tp} devices, found {len(devices)}")
+    ranks = rank_grid(tp=tp, dcp=dcp, data=data)
     grid = np.array(devices, dtype=object)[ranks]
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+def planning_mesh(*, tp: int = 1, dcp: int = 1, data: int = 1) -> Mesh:
+    """A mesh without devices, for what asks for sizes only: shapes, shardings, decisions. Raises as `make_mesh`."""
+    # It has all of a Mesh that such functions use, but is none in jax's types.
+    return cast(Mesh, AbstractMesh(rank_grid(tp=tp, dcp=dcp, data=data).shape, AXES))
+
+
 def rank_grid(*, tp: int, dcp: int = 1, data: int = 1) -> np.ndarray:
     """Global rank at each coordinate of the mesh [data, qsplit, dcp] int64; raises as `make_mesh`."""
+    _check_sizes(tp, dcp, data)
+    return np.arange(data * tp).reshape(data, tp // dcp, dcp)
+
+
+def _check_sizes(tp: int, dcp: int, data: int) -> None:
     for name, size in (("tp", tp), ("dcp", dcp), ("data", data)):
         if size <= 0:
             raise ValueError(f"{name} must be positive, got {name}={size}")
     if tp % dcp:
         raise ValueError(f"{tp=} must be divisible by {dcp=}")
-    return np.arange(data * tp).reshape(data, tp // dcp, dcp)
 
 
 def dcp_groups(*, tp: int, dcp: int, data: int = 1) -> list[list[int]]:
@@ -63,12 +74,15 @@ def query_split_groups(*, tp: int, dcp: int, data: int = 1) -> list[list[int]]:
 def check_mesh(mesh: Mesh) -> None:
     """Raise ValueError unless `mesh` has the axes ("data", "qsplit", "dcp"), of any type, and a device of each process.
 
-    A process without a device in the mesh could not take part in its collectives, so all processes raise.
+    A process without a device in the mesh could not take part in its collectives, so all processes raise. A
+    `planning_mesh` has none and passes.
     """
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if tuple(mesh.axis_names) != AXES:
         raise ValueError(f"mesh must have the axes {AXES}, got {tuple(mesh.axis_names)}")
+    if isinstance(mesh, AbstractMesh):
+        return
     processes = {device.process_index for device in mesh.devices.flat}
     if len(processes) < jax.process_count():
         raise ValueError(

@@ -134,6 +134,11 @@ class Decision:
     facts: StepFacts = dataclasses.field(compare=False)
     buffer_bytes: int = dataclasses.field(compare=False)
 
+    def chose(self, candidate: Candidate) -> bool:
+        """Whether this is the path of the indexer, or of the attention, that was chosen."""
+        chosen = all(getattr(self, name) == value for name, value in candidate.settings)
+        return chosen and candidate.cost is not None
+
     def explain(self) -> str:
         """Table of the candidates with what they cost a layer; the chosen ones are marked."""
         step = self.facts
@@ -142,8 +147,7 @@ class Decision:
             f" {step.selected} records to read",
         ]
         for candidate in self.candidates:
-            chosen = all(getattr(self, name) == value for name, value in candidate.settings)
-            mark = "*" if chosen and candidate.cost is not None else " "
+            mark = "*" if self.chose(candidate) else " "
             if candidate.cost is None:
                 lines.append(f"{mark} {candidate.name:<52} not eligible: {candidate.reason}")
             else:

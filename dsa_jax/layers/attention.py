@@ -40,7 +40,7 @@ def local_only(context: StepContext) -> bool:
 
 def locate(topk_indices: jax.Array, context: StepContext) -> Selection:
     """Where the selected tokens [T, index_topk] are on the step's path."""
-    layout, interleave = context.ckv.layout, context.index_sharding.interleave
+    layout, interleave = context.ckv.layout, context.ckv.interleave
     if local_only(context):
         slots, count = owned_slots(
             topk_indices,
@@ -62,9 +62,9 @@ def locate(topk_indices: jax.Array, context: StepContext) -> Selection:
     return Selection(topk_indices, slots, jnp.minimum(context.visible, slots.shape[1]))
 
 
-def no_selection(rows: int, top_k: int) -> Selection:
+def no_selection(rows: int, width: int) -> Selection:
     """What stands in front of the first full layer."""
-    empty = jnp.full((rows, top_k), -1, jnp.int32)
+    empty = jnp.full((rows, width), -1, jnp.int32)
     return Selection(empty, empty, jnp.zeros((rows,), jnp.int32))
 
 

@@ -1,6 +1,7 @@
 """One decoder layer on this rank's share of heads, experts and features."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from dsa_jax.cache import PagedCache
 from dsa_jax.config import ModelConfig
 from dsa_jax.layers.attention import Selection, attend, gather_layer, locate
 from dsa_jax.layers.context import StepContext
+from dsa_jax.layers.kda import LinearAttention
 from dsa_jax.layers.linear import RMSNorm
+from dsa_jax.layers.mhc import residual
 from dsa_jax.layers.mla import SparseAttention
 from dsa_jax.layers.mlp import GatedMLP, MoE
 from pallas_kernels.ckv_records import pack, quantize_power_of_two, split_index_keys
@@ -28,10 +31,28 @@ class LayerKind:
     Attributes:
       full: Whether the layer owns an indexer; else it reuses the last full layer's selection.
       sparse_mlp: Whether the MLP is a mixture of experts.
+      linear: Whether linear attention takes the place of sparse attention; such a layer is neither full nor shared.
     """
 
     full: bool
     sparse_mlp: bool
+    linear: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer's parts of the cache are, each an int or an int32 scalar; meaningless for parts it has not.
+
+    Attributes:
+      ckv: Index in `PagedCache.ckv`.
+      index_keys: Index in `PagedCache.index_keys` and in the ring of open pools.
+      state: Index in the states of the linear attention.
+    """
+
+    ckv: Any
+    index_keys: Any
+    state: Any
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +61,7 @@ class LayerCarry:
     """What passes from layer to layer.
 
     Attributes:
-      x: Residual stream [T, hidden], the same on every TP rank.
+      x: Residual stream [T, hidden], or streams [T, streams, hidden]; the same on every TP rank.
       selection: Selection of the last full layer.
       ahead: The history of this layer's records, gathered by the layer before; None without prefetch.
     """
@@ -53,17 +74,23 @@ class LayerCarry:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerOutputs:
-    """What a layer leaves behind.
+    """What a layer leaves behind; each is None where the layer has no such thing.
 
     Attributes:
       record: The step's own records, as they are stored [T, width].
-      index_keys: Its own index keys, as they are stored [T, width]; None on shared layers.
-      selected: Selected positions [T, index_topk] int32; None unless asked for.
+      index_keys: Its own index keys, as they are stored [keys, width].
+      ring: Index key and gate of each request's open pool [R, 2, kpool - 1, D].
+      kda: State of each request [R, h, K, V].
+      conv: Inputs of the convolution that each request still needs [R, h, taps - 1, 3, D].
+      selected: Selected positions [T, selected_width] int32; None unless asked for.
     """
 
-    record: jax.Array
-    index_keys: jax.Array | None
-    selected: jax.Array | None
+    record: jax.Array | None = None
+    index_keys: jax.Array | None = None
+    ring: jax.Array | None = None
+    kda: jax.Array | None = None
+    conv: jax.Array | None = None
+    selected: jax.Array | None = None
 
 
 class DecoderLayer(nnx.Module):
@@ -72,60 +99,110 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, kind: LayerKind, tp: int, *, stack: int | None = None):
         """Declare the parameters of one layer, or of `stack` layers of one kind."""
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack=stack)
-        self.self_attn = SparseAttention(config, full=kind.full, stack=stack)
+        self.hc_attn = residual(config, stack=stack)
+        self.self_attn: Any  # which of the two is known from `kind`, not to the type checker
+        if kind.linear:
+            self.self_attn = LinearAttention(config, stack=stack)
+        else:
+            self.self_attn = SparseAttention(config, full=kind.full, stack=stack)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack=stack)
+        self.hc_ffn = residual(config, stack=stack)
         if kind.sparse_mlp:
             self.mlp = MoE(config, tp, stack=stack)
         else:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, tp, stack=stack)
+            width, limit = config.intermediate_size, config.swiglu_limit
+            self.mlp = GatedMLP(config.hidden_size, width, tp, limit=limit, stack=stack)
         self.config = config
         self.kind = kind
 
     def select(
-        self, hidden: jax.Array, q_latent: jax.Array, context: StepContext, pages: jax.Array, layer: jax.Array
-    ) -> tuple[Selection, jax.Array]:
+        self,
+        hidden: jax.Array,
+        q_latent: jax.Array,
+        context: StepContext,
+        cache: PagedCache,
+        layer: jax.Array,
+    ) -> tuple[Selection, jax.Array, jax.Array | None]:
         """Score and select.
 
         Args:
           hidden: Normed hidden states [T, hidden].
           q_latent: Normed query latent [T, q_lora_rank].
           context: What the layers of the step share.
-          pages: The cache of index keys.
-          layer: This layer's place in it.
+          cache: The cache as it was before the step.
+          layer: This layer's place among the index keys.
 
         Returns:
-          The selection, and the step's own index keys as they are stored.
+          The selection, the step's own index keys as they are stored, and what the cache keeps of open pools.
         """
-        q, own, weights = self.self_attn.indexer(hidden, q_latent, context.cos, context.sin)
-        own = pack(context.index_keys.fmt, own)
-        k, k_scale = split_index_keys(context.index_keys.fmt, context.index_keys.fill(pages, layer, own))
+        assert isinstance(self.self_attn, SparseAttention)
+        indexer, fmt = self.self_attn.indexer, context.index_keys.fmt
+        q, own, weights = indexer(hidden, q_latent, context.cos, context.sin)
+        own, ring = indexer.own_keys(hidden, own, context, cache.state.read("ring", layer, context.state_slots))
+        q, own = indexer.rotated(q, fmt), pack(fmt, indexer.rotated(own, fmt))
+        k, k_scale = split_index_keys(fmt, context.index_keys.fill(cache.index_keys, layer, own))
         if k_scale is None:
             q = q.astype(k.dtype)
         else:
             q, q_scale = quantize_power_of_two(q, QUERY_AMAX_FLOOR)
             weights = weights * q_scale[..., 0]
-        topk_indices = sharded_index_topk(
+        selected = sharded_index_topk(
             q,
             k,
             weights,
             context.requests,
-            context.visible,
+            context.index_visible,
             context.index_keys.layout,
-            self.config.indexer.topk,
+            self.config.indexer.topk // self.config.index_kpool,
             sharding=context.index_sharding,
             plan=context.plan,
             k_scale=k_scale,
             **context.options.kernels,
         )
-        return locate(topk_indices, context), own
+        return locate(indexer.expand(selected, context), context), own, ring
+
+    def _sparse(
+        self, hidden: jax.Array, carry: LayerCarry, context: StepContext, cache: PagedCache, place: LayerPlace
+    ) -> tuple[jax.Array, Selection, LayerOutputs]:
+        """Partial output of sparse attention [T, hidden], the selection, and what the layer leaves behind."""
+        attention, selection, index_keys, ring = self.self_attn, carry.selection, None, None
+        assert isinstance(attention, SparseAttention)
+        q_latent = attention.query_latent(hidden)
+        if self.kind.full:
+            with jax.named_scope("indexer"):
+                selection, index_keys, ring = self.select(hidden, q_latent, context, cache, place.index_keys)
+        with jax.named_scope("sparse_mla"):
+            record = pack(context.ckv.fmt, attention.record(hidden, context.cos, context.sin))
+            values = attend(
+                attention.absorbed_query(q_latent, context.cos, context.sin),
+                attention.value_rows(hidden.dtype),
+                cache.ckv,
+                place.ckv,
+                record,
+                selection,
+                context,
+                softmax_scale=self.config.softmax_scale,
+                history=carry.ahead,
+            )
+            out = attention.output(values)
+        selected = selection.ids if context.options.return_selected else None
+        return out, selection, LayerOutputs(record, index_keys, ring, selected=selected)
+
+    def _linear(
+        self, hidden: jax.Array, context: StepContext, cache: PagedCache, place: LayerPlace
+    ) -> tuple[jax.Array, LayerOutputs]:
+        """Partial output of linear attention [T, hidden], and what the layer leaves behind."""
+        state, slots, rows = cache.state, context.state_slots, context.states
+        assert rows is not None
+        kda, conv = (state.read(name, place.state, slots) for name in ("kda", "conv"))
+        assert isinstance(self.self_attn, LinearAttention) and kda is not None and conv is not None
+        assert rows is not None
+        with jax.named_scope("linear_attention"):
+            out, kda, conv = self.self_attn(hidden, kda, conv, rows, context.options.workspace_bytes)
+        return out, LayerOutputs(kda=kda, conv=conv)
 
     def __call__(
-        self,
-        carry: LayerCarry,
-        context: StepContext,
-        cache: PagedCache,
-        layer: jax.Array,
-        index_layer: jax.Array,
+        self, carry: LayerCarry, context: StepContext, cache: PagedCache, place: LayerPlace
     ) -> tuple[LayerCarry, LayerOutputs]:
         """Run the layer on one chunk.
 
@@ -133,44 +210,33 @@ class DecoderLayer(nnx.Module):
           carry: What the layer before passed on.
           context: What the layers of the step share.
           cache: The cache as it was before the step.
-          layer: This layer's place in `cache.ckv`.
-          index_layer: Its place in `cache.index_keys`; meaningless on shared layers.
+          place: Where the layer's parts of it are.
 
         Returns:
           What goes on to the next layer, and what the layer leaves behind.
         """
-        attention, options = self.self_attn, context.options
-        selection, ahead, index_keys = carry.selection, carry.ahead, None
-        # What a layer reads from the cache depends on nothing that it computes. Tied to its input it stays in the layer;
+        # What a layer reads from the cache depends on nothing that it computes. Tied to its input it stays there;
         # the compiler would else gather for several layers at once and hold a buffer for each.
-        x, layer = jax.lax.optimization_barrier((carry.x, layer))
-        if ahead is not None:
-            # Behind the last layer its own history is read again.
-            ahead = gather_layer(cache.ckv, jnp.minimum(layer + 1, cache.ckv.shape[0] - 1), context)
-        hidden = self.input_layernorm(x)
-        q_latent = attention.query_latent(hidden)
-        if self.kind.full:
-            with jax.named_scope("indexer"):
-                selection, index_keys = self.select(hidden, q_latent, context, cache.index_keys, index_layer)
-        with jax.named_scope("sparse_mla"):
-            record = pack(context.ckv.fmt, attention.record(hidden, context.cos, context.sin))
-            values = attend(
-                attention.absorbed_query(q_latent, context.cos, context.sin),
-                attention.value_rows(),
-                cache.ckv,
-                layer,
-                record,
-                selection,
-                context,
-                softmax_scale=self.config.softmax_scale,
-                history=carry.ahead,
-            )
-            output = attention.output(values)
-            if ahead is not None:
-                # Awaited before the sum: a collective in flight bars the next, so only what lies between hides it.
-                output, ahead = jax.lax.optimization_barrier((output, ahead))
-            x = x + jax.lax.psum(output, TP_AXES)
+        place = jax.tree.map(jnp.int32, place)
+        x, place = jax.lax.optimization_barrier((carry.x, place))
+        selection, ahead = carry.selection, carry.ahead
+        fetch = ahead is not None and not self.kind.linear
+        if fetch:
+            # Behind the last sparse layer, its own history is read again.
+            ahead = gather_layer(cache.ckv, jnp.minimum(place.ckv + 1, cache.ckv.shape[0] - 1), context)
+        mixed, gates = self.hc_attn.read(x)
+        hidden = self.input_layernorm(mixed)
+        if self.kind.linear:
+            out, outputs = self._linear(hidden, context, cache, place)
+        else:
+            out, selection, outputs = self._sparse(hidden, carry, context, cache, place)
+        if fetch:
+            # Awaited before the sum: a collective in flight bars the next, so it hides behind what lies between.
+            out, ahead = jax.lax.optimization_barrier((out, ahead))
+        x = self.hc_attn.write(x, jax.lax.psum(out, TP_AXES), gates)
         with jax.named_scope("mlp"):
-            x = x + jax.lax.psum(self.mlp(self.post_attention_layernorm(x)), TP_AXES)
-        selected = selection.ids if options.return_selected else None
-        return LayerCarry(x, selection, ahead), LayerOutputs(record, index_keys, selected)
+            mixed, gates = self.hc_ffn.read(x)
+            exchange = {"exchange": context.options.expert_exchange} if self.kind.sparse_mlp else {}
+            out = self.mlp(self.post_attention_layernorm(mixed), **exchange)
+            x = self.hc_ffn.write(x, jax.lax.psum(out, TP_AXES), gates)
+        return LayerCarry(x, selection, ahead), outputs

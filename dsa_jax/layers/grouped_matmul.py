@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from dsa_jax.fp8_weights import scale_whole_blocks
 from dsa_jax.layers.linear import precision_for
+from dsa_jax.quantization import dequantize_blocks
 
 # `lax.ragged_dot` contracts rows [m, k] with weights [g, n, k]: the orientation of the checkpoints.
 _DIMENSIONS = jax.lax.RaggedDotDimensionNumbers(
@@ -40,7 +42,20 @@ def _hopper(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.
     )
 
 
-def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _dequantized(weights: jax.Array, scale: jax.Array, block: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
+    if any(size % width for size, width in zip(weights.shape[1:], block, strict=True)):
+        return jax.vmap(lambda w, s: dequantize_blocks(w, s, block_size=block))(weights, scale).astype(dtype)
+    return scale_whole_blocks(weights, scale, block).astype(dtype)
+
+
+def grouped_matmul(
+    rows: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    scale: jax.Array | None = None,
+    block: tuple[int, int] | None = None,
+) -> jax.Array:
     """Multiply consecutive groups of rows with their group's weight.
 
     On an NVIDIA GPU `lax.ragged_dot` is a dense product over all groups; jax's Mosaic kernel for Hopper computes only
@@ -50,10 +65,15 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) 
       rows: [M, K] float32 or bfloat16, sorted by group.
       weights: [G, N, K] of the same dtype.
       group_sizes: Rows of each group [G] int32; their sum may be below M.
+      scale: Scales [G, blocks of N, blocks of K] float32 of weights in e4m3, or None.
+      block: Rows and columns of a block of the scales.
 
     Returns:
       [M, N] of rows' dtype. Rows behind the last group are unspecified.
     """
+    if scale is not None:
+        assert block is not None
+        weights = _dequantized(weights, scale, block, rows.dtype)
     hopper_takes = rows.dtype == jnp.bfloat16 and rows.shape[1] % 64 == 0 and weights.shape[1] % 128 == 0
     if not hopper_takes:
         return _portable(rows, weights, group_sizes)

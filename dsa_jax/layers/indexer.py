@@ -5,8 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsa_jax.config import ModelConfig
+from dsa_jax.layers.context import StepContext
 from dsa_jax.layers.linear import LayerNorm, Linear
 from dsa_jax.layers.rope import rotate
+from pallas_kernels.ckv_records import RecordFormat
 
 K_NORM_EPS = 1e-6  # a LayerNorm with bias in every published implementation, unlike the model's RMS norms
 
@@ -50,8 +52,22 @@ class Indexer(nnx.Module):
         weights = jnp.einsum(
             "ti,hi->th",
             hidden.astype(jnp.float32),
-            self.weights_proj.weight[...].astype(jnp.float32),
+            self.weights_proj.values(jnp.dtype(jnp.float32)).astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
         weights = weights * (index.num_heads**-0.5 * index.head_dim**-0.5)
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin), weights
+
+    def own_keys(
+        self, hidden: jax.Array, k: jax.Array, context: StepContext, ring: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The step's own index keys, and what the cache keeps of tokens that have none yet: here, nothing."""
+        return k, None
+
+    def rotated(self, x: jax.Array, fmt: RecordFormat) -> jax.Array:
+        """Queries or keys in the basis that they are stored and compared in."""
+        return x
+
+    def expand(self, selected: jax.Array, context: StepContext) -> jax.Array:
+        """Positions of the tokens of the selected index keys."""
+        return selected

@@ -1,10 +1,15 @@
 """Linear maps and norms, with weights in the orientation of Hugging Face checkpoints."""
 
+# Modules gain attributes while they are built, which the type checker cannot see.
+# pyright: reportAttributeAccessIssue=false
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsa_jax.fp8_weights import dequantize_shard
 from dsa_jax.params import declare
+from dsa_jax.quantization import SCALE_SUFFIX
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision | None:
@@ -14,20 +19,28 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision | None:
 
 def contract(subscripts: str, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
     """Einsum of two operands, accumulated in float32 and rounded once to `dtype` (None: x's dtype)."""
-    out = jnp.einsum(subscripts, x, weight, precision=precision_for(x.dtype), preferred_element_type=jnp.float32)
-    return out.astype(x.dtype if dtype is None else dtype)
+    # The output's dtype is asked for as it is: XLA has no batched bfloat16 product with a float32 output on CPUs.
+    dtype = x.dtype if dtype is None else dtype
+    return jnp.einsum(subscripts, x, weight, precision=precision_for(x.dtype), preferred_element_type=dtype)
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T` with weight [out, in]."""
+    """`x @ weight.T` with weight [out, in], which may be kept in FP8; see `dsa_jax.fp8_weights`."""
+
+    FP8 = ("weight",)
 
     def __init__(self, out_features: int, in_features: int, *, axes=(None, None), stack=None, stored=None):
         """Declare the weight; see `dsa_jax.params.declare` for `axes`, `stack` and `stored`."""
         self.weight = declare(out_features, in_features, axes=axes, stack=stack, stored=stored)
 
+    def values(self, dtype: jnp.dtype) -> jax.Array:
+        """Share of the weight that this rank holds; in `dtype` if it is kept in FP8, as it is otherwise."""
+        scale = getattr(self, "weight" + SCALE_SUFFIX, None)
+        return self.weight[...] if scale is None else dequantize_shard(self.weight, scale, dtype)
+
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         """Map x [..., in] to [..., out] of `dtype` (None: x's dtype)."""
-        return contract("...i,oi->...o", x, self.weight[...], dtype)
+        return contract("...i,oi->...o", x, self.values(x.dtype), dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -6,6 +6,7 @@ from flax import nnx
 
 from dsa_jax.config import ModelConfig
 from dsa_jax.layers.indexer import Indexer
+from dsa_jax.layers.kpool import PooledIndexer
 from dsa_jax.layers.linear import Linear, RMSNorm, contract
 from dsa_jax.layers.rope import rotate
 
@@ -29,7 +30,7 @@ class SparseAttention(nnx.Module):
         self.kv_b_proj = Linear(kv_rows, latent, axes=("heads", None), stack=stack)
         self.o_proj = Linear(hidden, heads * config.v_head_dim, axes=(None, "heads"), stack=stack)
         if full:
-            self.indexer = Indexer(config, stack=stack)
+            self.indexer = (PooledIndexer if config.index_kpool > 1 else Indexer)(config, stack=stack)
         self.config = config
 
     def query_latent(self, hidden: jax.Array) -> jax.Array:
@@ -43,10 +44,10 @@ class SparseAttention(nnx.Module):
         k_pe = rotate(kv[:, self.config.kv_lora_rank :], cos, sin, interleave=True)
         return jnp.concatenate([latent, k_pe], axis=-1)
 
-    def _up_projections(self) -> tuple[jax.Array, jax.Array]:
+    def _up_projections(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Key rows [h, nope, latent] and value rows [h, v, latent] of the local heads."""
         config = self.config
-        weight = self.kv_b_proj.weight[...]
+        weight = self.kv_b_proj.values(dtype)
         weight = weight.reshape(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
         return weight[:, : config.qk_nope_head_dim], weight[:, config.qk_nope_head_dim :]
 
@@ -55,13 +56,14 @@ class SparseAttention(nnx.Module):
         config = self.config
         q = self.q_b_proj(q_latent).reshape(q_latent.shape[0], -1, config.qk_head_dim)
         q_nope, q_pe = q[..., : config.qk_nope_head_dim], q[..., config.qk_nope_head_dim :]
-        key_rows, _ = self._up_projections()
-        absorbed = contract("thn,hnl->thl", q_nope, key_rows)
+        key_rows, _ = self._up_projections(q.dtype)
+        # Heads in front: XLA's CPU backend has no bfloat16 product that puts them in the middle.
+        absorbed = contract("thn,hnl->htl", q_nope, key_rows).swapaxes(0, 1)
         return jnp.concatenate([absorbed, rotate(q_pe, cos, sin, interleave=True)], axis=-1)
 
-    def value_rows(self) -> jax.Array:
-        """Rows of the value up-projection of the local heads [h, v, latent]."""
-        return self._up_projections()[1]
+    def value_rows(self, dtype: jnp.dtype) -> jax.Array:
+        """Rows of the value up-projection of the local heads [h, v, latent], of activations of `dtype`."""
+        return self._up_projections(dtype)[1]
 
     def output(self, values: jax.Array) -> jax.Array:
         """Partial output of the local heads [T, hidden], to be summed over TP, from their values [T, h, v]."""

@@ -36,8 +36,11 @@ def frequencies(rope: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
     return freq, _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
 
 
-def cos_sin(rope: RopeConfig, dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine [T, dim / 2] float32 at `positions` [T] int32."""
+def cos_sin(rope: RopeConfig | None, dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine [T, dim / 2] float32 at `positions` [T] int32; `dim` is 0 without a positional encoding."""
+    if rope is None:
+        empty = jnp.zeros((positions.shape[0], dim // 2), jnp.float32)
+        return empty, empty
     freq, factor = frequencies(rope, dim)
     angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq, jnp.float32)
     return jnp.cos(angle) * jnp.float32(factor), jnp.sin(angle) * jnp.float32(factor)

@@ -5,8 +5,6 @@ Needs no driver, only the CUDA plugin wheels of jax (`jax-cuda13-plugin` and `ja
 """
 
 import dataclasses
-import functools
-import importlib.util
 import os
 import re
 import tempfile
@@ -16,23 +14,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental import topologies
+
+from dsa_jax import gpu_target
+from dsa_jax.gpu_target import H200, has_cuda_plugin
 
 SMEM_LIMIT = 232_448  # bytes a block of sm_90 may use
 
-_H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  core_count: 132 fpus_per_core: 128 registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150754820096
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-}
-platform_name: "CUDA" device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-"""
-_TARGETS = {"sm_90a": _H200}
+_TARGETS = {"sm_90a": H200}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,29 +43,14 @@ class Compiled:
     kernels: tuple[Kernel, ...]
 
 
-def has_cuda_plugin() -> bool:
-    """Whether jax can compile for CUDA here; a GPU is not needed."""
-    for plugin in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
-        try:
-            if importlib.util.find_spec(plugin) is not None:
-                return True
-        except ModuleNotFoundError:
-            continue
-    return False
-
-
 require_cuda_plugin = pytest.mark.skipif(
     not has_cuda_plugin(), reason="the CUDA plugin wheels of jax are not installed"
 )
 
 
-@functools.cache
 def target_devices(target: str = "sm_90a", count: int = 1) -> tuple:
     """`count` devices of one host of the target, for compiling only."""
-    topology = topologies.get_topology_desc(
-        topology_name=target, platform="cuda", target_config=_TARGETS[target], topology=f"1x1x{count}"
-    )
-    return tuple(topology.devices)
+    return gpu_target.target_devices(_TARGETS[target], count)
 
 
 def target_mesh(target: str = "sm_90a", shape: tuple[int, ...] = (1,), names: tuple[str, ...] = ("x",)):

@@ -23,6 +23,7 @@ from dsa_jax.checkpoint import (
     load_safetensors,
     save_native,
 )
+from dsa_jax.native_checkpoint import pieces_of
 from dsa_jax.params import ParamSpec, Source
 from sharding.mesh import AXES, TP_AXES, make_mesh
 from tests.model.checkpoint_cases import BLOCK, ORACLE, bits, expected, read_tensors, specs_for
@@ -263,7 +264,8 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch, error):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_convert_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path):
+def test_a_convert_that_is_killed_is_resumed(tmp_path, monkeypatch):
+    """It leaves no folder that looks whole, and the same call completes it."""
     script = f"""
 import os, signal, time
 import jax
@@ -286,6 +288,68 @@ t.convert(t.FP8, {str(tmp_path / "out")!r}, t.some_specs(1), t.make_mesh(), "flo
     leftovers = list(tmp_path.iterdir())
     assert leftovers and not any(is_native(path) for path in leftovers)
     assert all(path.name.startswith(".out.") and path.name.endswith(".unfinished") for path in leftovers)
+    # Run again it goes on behind what is saved, to the same end as a run without interruption.
+    saved = len(json.loads((leftovers[0] / "progress.json").read_text())["arrays"])
+    assert 0 < saved < len(pieces_of(some_specs(1)))
+    options = {"ignored": ["*"], "block_size": BLOCK, "progress": False, "extra_files": [FP8 / "config.json"]}
+    calls = count_saves(monkeypatch)
+    convert(FP8, tmp_path / "out", some_specs(1), make_mesh(), "float32", max_bytes_in_flight=1000, **options)
+    assert sum(calls) == len(pieces_of(some_specs(1))) - saved
+    convert(FP8, tmp_path / "straight", some_specs(1), make_mesh(), "float32", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "straight"]
+    resumed, straight = (
+        load_native(tmp_path / name, some_specs(1), make_mesh(), "float32", progress=False)
+        for name in ("out", "straight")
+    )
+    for name in straight:
+        np.testing.assert_array_equal(resumed[name], straight[name], err_msg=name)
+
+
+def count_saves(monkeypatch) -> list[int]:
+    """Numbers of arrays in each part that is saved from now on."""
+    calls: list[int] = []
+    save = native_checkpoint.ocp.partial.save
+
+    def counted(path, arrays):
+        calls.append(len(arrays))
+        save(path, arrays)
+
+    monkeypatch.setattr(native_checkpoint.ocp.partial, "save", counted)
+    return calls
+
+
+def test_a_part_that_is_saved_but_not_noted_is_saved_again(tmp_path, monkeypatch):
+    options = {"ignored": ["*"], "block_size": BLOCK, "progress": False, "max_bytes_in_flight": 1000}
+    note, notes = native_checkpoint._write_progress, []
+
+    def fail_at_the_third(*args):
+        notes.append(args)
+        if len(notes) == 3:
+            raise KeyboardInterrupt
+        note(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(native_checkpoint, "_write_progress", fail_at_the_third)
+        convert(FP8, tmp_path / "out", some_specs(1), make_mesh(), "float32", **options)
+    convert(FP8, tmp_path / "out", some_specs(1), make_mesh(), "float32", **options)
+    assert_restores(tmp_path / "out", some_specs(1), make_mesh(), jnp.float32)
+
+
+def test_a_convert_of_something_else_starts_anew(tmp_path, monkeypatch):
+    """What an interrupted conversion has saved is of no use once the dtype is another."""
+    options = {"ignored": ["*"], "block_size": BLOCK, "progress": False, "max_bytes_in_flight": 1000}
+
+    def fail(path):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(native_checkpoint.ocp.partial, "finalize", fail)
+        convert(FP8, tmp_path / "out", some_specs(1), make_mesh(), "float32", **options)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.resumable.unfinished"]
+    calls = count_saves(monkeypatch)
+    convert(FP8, tmp_path / "out", some_specs(1), make_mesh(), "bfloat16", **options)
+    assert sum(calls) == len(pieces_of(some_specs(1)))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def reached(args):

@@ -178,6 +178,8 @@ MISTAKES = {
     ),
     "out suffix": (["prefill", GLM5, *IDS, "--out", "logits.txt"], ".npz"),
     "out folder": (["prefill", GLM5, *IDS, "--out", "no_such_folder/x.npz"], "no_such_folder"),
+    "more devices than memory": (["generate", GLM5, *IDS, "--tp", "10000000000"], "devices, found 8"),
+    "nested": (["generate", GLM5, "--prompt-ids", "[" * 100_000], "recursion"),
     "no checkpoint": (["inspect", "no_such_checkpoint"], "no_such_checkpoint"),
 }
 
@@ -239,3 +241,13 @@ def test_entry_point(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("needs 4 devices, found 2")
+
+
+@pytest.mark.parametrize("tp", ["1", "4"])
+def test_default_dtype_with_several_heads_a_rank(capsys, tp):
+    """bfloat16, the default, runs however many heads a rank has."""
+    checkpoint = ORACLE / "glm5_tp8" / "single"
+    code, out, _ = run(
+        capsys, "generate", checkpoint, *IDS, "--tp", tp, "--max-new-tokens", 2, "--ignore-eos", "--json"
+    )
+    assert code == 0 and len(json.loads(out)["tokens"][0]) == 2

@@ -1,17 +1,28 @@
 """Configurations from config.json: published traps are read right, unsupported and contradictory fields refused."""
 
 import dataclasses
+import functools
 import json
 import math
+import operator
 import re
 from pathlib import Path
 
 import pytest
 
-from dsa_jax.config import ConfigError, ModelConfig, QuantizationConfig, RopeConfig, YarnConfig
+from dsa_jax.config import (
+    ConfigError,
+    HyperConnectionsConfig,
+    KdaConfig,
+    ModelConfig,
+    QuantizationConfig,
+    RopeConfig,
+    YarnConfig,
+)
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SUPPORTED = ("dsv32", "dsv32_tp8", "glm5", "glm52", "glm52_tp8", "glm5_fp8", "glm5_tp8", "glm5_wide")
+FLASH = ("glm53_flash", "flash_tp8")
 FOLDERS = sorted(f.parent for f in FIXTURES.glob("oracle/*/*/config.json"))
 DROP = object()
 
@@ -25,7 +36,7 @@ def changed(name="glm-5.2", **changes):
     raw = published(name)
     for key, value in changes.items():
         *outer, last = key.split("__")
-        place = raw[outer[0]] if outer else raw
+        place = functools.reduce(operator.getitem, outer, raw)
         if value is DROP:
             del place[last]
         else:
@@ -94,10 +105,9 @@ def test_deepseek_v32():
 @pytest.mark.parametrize("folder", FOLDERS, ids=oracle_names(FOLDERS))
 def test_every_fixture_folder(folder):
     name = folder.parent.name
-    if name not in SUPPORTED:
-        with pytest.raises(ConfigError, match=r"glm5_next.*not supported yet"):
-            ModelConfig.from_folder(folder)
+    if name in FLASH:
         return
+    assert name in SUPPORTED
     config = ModelConfig.from_folder(folder)
     raw = json.loads((folder / "config.json").read_text())
     meta = json.loads((folder.parent / "meta.json").read_text())
@@ -110,7 +120,7 @@ def test_every_fixture_folder(folder):
     assert (config.quantization is not None) == (name == "glm5_fp8")
 
 
-@pytest.mark.parametrize("name", [name for name in SUPPORTED if name != "glm5_fp8"])
+@pytest.mark.parametrize("name", [name for name in (*SUPPORTED, "glm53_flash") if name != "glm5_fp8"])
 def test_as_transformers_saved_it(name):
     """The library writes other spellings (rope_parameters, layer_types, both rope types), never another model."""
     folder = FIXTURES / "oracle" / name
@@ -326,6 +336,61 @@ def test_dense_model_needs_no_experts():
     assert ModelConfig.from_dict(raw).moe is None
 
 
+# ------------------------------------------------------------------------------------------------------ GLM-5.3-Flash
+
+
+def flash(**changes):
+    return changed("glm-5.3-flash", **{f"text_config__{name}": value for name, value in changes.items()})
+
+
+def test_flash():
+    config = ModelConfig.from_dict(flash())
+    assert (config.model_type, config.num_layers, config.hidden_size, config.num_heads) == ("glm5_next", 45, 4096, 64)
+    assert config.sparse_layers == tuple(range(3, 45, 4)) and len(config.sparse_layers) == 11
+    assert {kind: config.indexer_types.count(kind) for kind in ("full", "none")} == {"full": 11, "none": 34}
+    assert config.kda == KdaConfig(64, 128, 4, -5.0) and config.kda.width == 8192
+    assert config.hyper_connections == HyperConnectionsConfig(4, 20, 1e-6)
+    assert (config.index_kpool, config.selected_width, config.swiglu_limit) == (4, 2051, 10.0)
+    assert config.rope is None and config.qk_rope_head_dim == 0 and config.softmax_scale == 0.0625
+    assert config.moe is not None and config.moe.num_experts == 288
+    assert config.latent_norm_eps == config.rms_norm_eps == 1e-5
+    assert config.tensor_prefix == "model.language_model." and config.eos_token_ids == (154820, 154827, 154829)
+    plain = ModelConfig.from_dict(published("glm-5.2"))
+    assert (plain.index_kpool, plain.selected_width, plain.kda, plain.swiglu_limit) == (1, 2048, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mhc": False}, ("text_config.mhc=False", "True")),
+        ({"mla_use_nope": False}, ("mla_use_nope=False",)),
+        ({"index_kpool_compress": False}, ("index_kpool_compress=False",)),
+        ({"index_kpool_always_select_tail": False}, ("index_kpool_always_select_tail=False",)),
+        ({"qk_rope_head_dim": 64, "qk_head_dim": 320}, ("qk_rope_head_dim=64", "0")),
+        ({"index_kpool": DROP}, ("index_kpool is missing",)),
+        ({"index_kpool": 3}, ("index_topk=2048", "index_kpool=3")),
+        ({"index_kpool": 1}, ("index_kpool=1",)),
+        ({"layer_types": ["linear_attention"] * 45, "linear_attn_config__kda_layers": DROP}, ("full_attn_layers",)),
+        ({"layer_types": DROP}, ("layer_types is missing",)),
+        ({"linear_attn_config": DROP}, ("linear_attn_config is missing",)),
+        ({"linear_attn_config__kda_layers": [0, 1]}, ("kda_layers=[0, 1]", "layer_types")),
+        ({"linear_attn_config__gate_lower_bound": 1.0}, ("gate_lower_bound=1.0", "[-80, 0)")),
+        ({"linear_num_heads": 8}, ("linear_num_heads=8", "num_heads=64")),
+        ({"indexer_types": ["shared"] * 45}, ("indexer_types[0]='shared'", "full")),
+        ({"index_topk_freq": 4}, ("index_topk_freq=4",)),
+        ({"swiglu_limit": DROP}, ("swiglu_limit is missing",)),
+        ({"model_type": "other"}, ("text_config.model_type='other'",)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_flash_refused(changes, words):
+    refused(flash(**changes), *words)
+
+
+def test_flash_needs_its_text_config():
+    refused(changed("glm-5.3-flash", text_config=DROP), "text_config=None")
+
+
 # ------------------------------------------------------------------------------------------------- unsupported fields
 
 
@@ -333,7 +398,8 @@ def test_dense_model_needs_no_experts():
     ("changes", "words"),
     [
         ({"model_type": DROP}, ("model_type is missing", "glm_moe_dsa", "deepseek_v32")),
-        ({"model_type": "glm5_next"}, ("model_type='glm5_next'", "not supported yet")),
+        ({"model_type": "glm5_next"}, ("model_type='glm5_next'", "Glm5NextForConditionalGeneration")),
+        ({"model_type": "glm5_next_text"}, ("model_type='glm5_next_text'", "not supported")),
         ({"model_type": "deepseek_v4"}, ("model_type='deepseek_v4'", "not supported", "glm_moe_dsa")),
         ({"model_type": ["glm_moe_dsa"]}, ("model_type=['glm_moe_dsa']",)),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, ("DeepseekV32ForCausalLM", "glm_moe_dsa")),

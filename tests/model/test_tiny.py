@@ -36,23 +36,33 @@ def tiny(request, tmp_path_factory):
 def test_config(tiny):
     family, folder, config = tiny
     assert ModelConfig.from_folder(folder) == config
-    assert config.model_type == ("deepseek_v32" if family == "dsv32" else "glm_moe_dsa")
+    model_types = {"dsv32": "deepseek_v32", "glm53_flash": "glm5_next"}
+    assert config.model_type == model_types.get(family, "glm_moe_dsa")
+    assert (config.kda is not None) == ("none" in config.indexer_types) == (family == "glm53_flash")
     assert config.num_heads == config.indexer.num_heads == 8
     assert ("shared" in config.indexer_types) == (family == "glm52")
-    assert (config.rope.yarn is not None) == (family == "dsv32")
+    assert (config.rope is not None and config.rope.yarn is not None) == (family == "dsv32")
     assert config.moe is not None and (config.moe.n_group > 1) == (family == "dsv32")
     assert {"dense", "sparse"} == set(config.mlp_types)
 
 
 def test_names_and_dtypes_are_the_published_ones(tiny):
     family, folder, config = tiny
-    mtp = f"model.layers.{config.num_layers}."
+    mtp = f"{config.tensor_prefix}layers.{config.num_layers}."
     ours = {name: (dtype, len(shape)) for name, (_, dtype, shape) in headers(folder).items()}
-    theirs = {n: (d, len(s)) for n, (_, d, s) in headers(ORACLE / f"{family}_tp8" / "single").items()}
-    assert {name: what for name, what in ours.items() if not name.startswith(mtp)} == theirs
+    variant = "flash_tp8" if family == "glm53_flash" else f"{family}_tp8"
+    theirs = {n: (d, len(s)) for n, (_, d, s) in headers(ORACLE / variant / "single").items()}
+    layers = {name: what for name, what in ours.items() if not name.startswith(mtp)}
+    if family == "glm53_flash":
+        # Other layers are linear, and there is no vision tower: the names are the same but for the layers' numbers.
+        layers, theirs = ({re.sub(r"layers\.\d+", "layers.N", n): w for n, w in x.items()} for x in (layers, theirs))
+        theirs = {name: what for name, what in theirs.items() if "visual" not in name}
+    assert layers == theirs
     # The multi-token-prediction layer of the other fixture has another number and fewer experts.
     theirs = headers(ORACLE / "glm52" / "sharded")
     kinds = {re.sub(r"experts\.\d+", "experts.N", n[len("model.layers.6.") :]) for n in theirs if ".layers.6." in n}
+    if family == "glm53_flash":
+        kinds |= {f"self_attn.indexer.index_kpool_compress_{name}" for name in ("ape", "gate")}
     assert {re.sub(r"experts\.\d+", "experts.N", n[len(mtp) :]) for n in ours if n.startswith(mtp)} == kinds
 
 
@@ -60,9 +70,10 @@ def test_shapes(tiny):
     _, folder, c = tiny
     shapes = {name: shape for name, (_, _, shape) in headers(folder).items()}
     assert c.moe is not None
-    layer, attention = "model.layers.1.", "model.layers.1.self_attn."
+    model = c.tensor_prefix
+    layer, attention = f"{model}layers.1.", f"{model}layers.1.self_attn."
     expected = {
-        "model.embed_tokens.weight": (c.vocab_size, c.hidden_size),
+        model + "embed_tokens.weight": (c.vocab_size, c.hidden_size),
         "lm_head.weight": (c.vocab_size, c.hidden_size),
         attention + "q_a_proj.weight": (c.q_lora_rank, c.hidden_size),
         attention + "q_b_proj.weight": (c.num_heads * c.qk_head_dim, c.q_lora_rank),
@@ -72,11 +83,11 @@ def test_shapes(tiny):
         attention + "indexer.wq_b.weight": (c.indexer.num_heads * c.indexer.head_dim, c.q_lora_rank),
         attention + "indexer.wk.weight": (c.indexer.head_dim, c.hidden_size),
         attention + "indexer.weights_proj.weight": (c.indexer.num_heads, c.hidden_size),
-        "model.layers.0.mlp.down_proj.weight": (c.hidden_size, c.intermediate_size),
+        model + "layers.0.mlp.down_proj.weight": (c.hidden_size, c.intermediate_size),
         layer + "mlp.gate.weight": (c.moe.num_experts, c.hidden_size),
         layer + "mlp.experts.7.up_proj.weight": (c.moe.intermediate_size, c.hidden_size),
         layer + "mlp.shared_experts.down_proj.weight": (c.hidden_size, c.moe.intermediate_size),
-        f"model.layers.{c.num_layers}.eh_proj.weight": (c.hidden_size, 2 * c.hidden_size),
+        f"{model}layers.{c.num_layers}.eh_proj.weight": (c.hidden_size, 2 * c.hidden_size),
     }
     assert {name: shapes[name] for name in expected} == expected
 
@@ -112,7 +123,7 @@ def test_weights_are_random_and_bounded(tiny):
         with safe_open(file, "np") as content:
             for name in content.keys():  # noqa: SIM118 (not a dict)
                 value = content.get_tensor(name).astype(np.float32)
-                assert np.isfinite(value).all() and 0 < value.std() < 2, name
+                assert np.isfinite(value).all() and 0 < value.std() < 2.5, name
 
 
 def test_seed_decides_the_files(tiny, tmp_path):

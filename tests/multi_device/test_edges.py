@@ -15,7 +15,7 @@ from dsa_jax.prefill import Batch, prefill
 from dsa_jax.step import Execution, StepRunner
 from sharding.mesh import DCP
 from sharding.policy import PrefillPolicy
-from tests.multi_device.scenario import TOLERANCE, compare_selections, known, placed_model, users_mesh
+from tests.multi_device.scenario import DEFAULT_TOLERANCE, compare_selections, known, placed_model, users_mesh
 from tests.support import geometry, prompt, run_prefill
 
 AUTO = AxisType.Auto
@@ -29,7 +29,7 @@ def assert_oracle(result, variant: str, prompts: list[tuple[str, int]]) -> None:
     """Logits and selections of beginnings of the oracle's prompts."""
     for i, (name, length) in enumerate(prompts):
         want = known(variant, name)
-        np.testing.assert_allclose(result.logits[i], want.logits[:length], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(result.logits[i], want.logits[:length], rtol=0, atol=DEFAULT_TOLERANCE)
         compare_selections(result.selected[i], range(length), want)
 
 
@@ -109,10 +109,10 @@ def test_union_adds_keys_and_takes_none():
                 assert layer > 0 or union >= want.selected[layer][row]
         few = min(piece.count, model.config.indexer.topk)
         got = logits[piece.first_row : piece.first_row + few, : want.logits.shape[1]]
-        np.testing.assert_allclose(got, want.logits[:few], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(got, want.logits[:few], rtol=0, atol=DEFAULT_TOLERANCE)
     # s33 has rows that attend to more keys than the exact selection: the mode acts.
     last = logits[step.pieces[1].first_row + 32, :208]
-    assert np.isfinite(logits).all() and np.abs(last - known(variant, "s33").logits[32]).max() > TOLERANCE
+    assert np.isfinite(logits).all() and np.abs(last - known(variant, "s33").logits[32]).max() > DEFAULT_TOLERANCE
 
 
 def test_data_groups_never_mix():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.multi_device.scenario import TOLERANCE
+from tests.multi_device.scenario import DEFAULT_TOLERANCE
 from tests.support import ORACLE, answers, assert_selected
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_two_processes_equal_the_oracle(tmp_path):
     for result in results:
         assert result["greedy"] == [stored[f"{name}_gen_tokens"][0, :NEW_TOKENS].tolist() for name in NAMES]
         for i, name in enumerate(NAMES):
-            np.testing.assert_allclose(result["logits"][i], stored[f"{name}_logits"][0], rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(result["logits"][i], stored[f"{name}_logits"][0], rtol=0, atol=DEFAULT_TOLERANCE)
             assert_selected(np.array(result["selected"][i]), VARIANT, name)
         apart = "of processes [1] differ from those of process 0"
         assert result["errors"] == {

@@ -47,7 +47,7 @@ def one_device(scores="ties", top_k=TOP_K, kpool=1, scaled=False):
         seen = (BATCH.positions[t] + 1) // kpool if request >= 0 else 0
         k = keys[request][:seen].astype(np.float64)
         dots = np.einsum("hd,sd->hs", q[t], k)
-        s = weights[t] @ np.where(dots > 0, dots, np.where(np.isnan(dots), np.nan, 0.0))
+        s = weights[t] @ np.where(dots > 0, dots, 0.0)
         s = s * key_scale(seen) if scaled else s
         order = sorted(range(seen), key=lambda j, s=s: (np.isnan(s[j]), -np.nan_to_num(s[j], nan=0.0), j))
         chosen.append(set(order[:top_k]))
