@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from dsa_jax.batch import bucket
 from dsa_jax.engine import EngineOptions
-from dsa_jax.step import Execution
+from dsa_jax.step import Execution, _compile
 from sharding.policy import PrefillPolicy
 from tests.multi_device.scenario import TOKENS_PER_PAGE, placed_model, run_scenario, users_mesh
 
@@ -157,9 +157,11 @@ def label(case: Case) -> str:
 
 @pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.quick), *CASES[1:]], ids=label)
 def test_path_equals_the_oracle(case, monkeypatch):
-    """Selections and tokens exactly, logits within the tolerance, in every step."""
+    """Selections and tokens exactly, logits within the tolerance, in every step; a new plan compiles nothing."""
     pad_alike(monkeypatch, rows=64 if case.chunk == CHUNKED else 256)
+    programs = _compile.cache_info().misses
     check(case)
+    assert _compile.cache_info().misses == programs + 1
 
 
 def test_shapes_of_an_engine_equal_the_oracle():
