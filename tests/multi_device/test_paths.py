@@ -10,7 +10,6 @@ import itertools
 import pytest
 from jax.sharding import AxisType
 
-from dsa_jax.batch import bucket
 from dsa_jax.engine import EngineOptions
 from dsa_jax.step import Execution, _compile
 from sharding.policy import PrefillPolicy
@@ -142,8 +141,8 @@ def test_every_pair_of_settings_is_a_case():
 
 def pad_alike(monkeypatch, rows: int) -> None:
     """Pad all steps to one shape, so that one program serves them: these tests spend their time on compiling."""
-    monkeypatch.setattr("dsa_jax.batch.bucket", lambda value, minimum=rows: bucket(value, max(minimum, 4)))
-    monkeypatch.setattr("dsa_jax.batch.MIN_KEYS", 512)
+    for name, size in (("ROWS", rows), ("KEYS", 512), ("REQUESTS", 4), ("PAGES", 4)):
+        monkeypatch.setattr(f"dsa_jax.batch.MIN_{name}", size)
 
 
 def label(case: Case) -> str:
