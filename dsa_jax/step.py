@@ -189,6 +189,12 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 def compile_step(model: Model, inputs: StepInputs, cache: PagedCache, options: StepOptions) -> jax.stages.Compiled:
     """Compiled step for arguments of these shapes and shardings, which may be `jax.ShapeDtypeStruct`s."""
     graphdef, state = nnx.split(model)
+    # As declared: what a step returns may spell the same sharding in another way, which would compile another program.
+    cache = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(model.mesh, spec)),
+        cache,
+        cache_specs(cache),
+    )
     leaves, treedef = jax.tree.flatten((state, inputs, cache))
     return _compile(graphdef, treedef, tuple(map(_abstract, leaves)), options)
 

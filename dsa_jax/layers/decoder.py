@@ -215,24 +215,28 @@ class DecoderLayer(nnx.Module):
         Returns:
           What goes on to the next layer, and what the layer leaves behind.
         """
+        # What a layer reads from the cache depends on nothing that it computes. Tied to its input it stays there;
+        # the compiler would else gather for several layers at once and hold a buffer for each.
+        place = jax.tree.map(jnp.int32, place)
+        x, place = jax.lax.optimization_barrier((carry.x, place))
         selection, ahead = carry.selection, carry.ahead
         fetch = ahead is not None and not self.kind.linear
         if fetch:
-            # The next history does not depend on this layer; behind the last sparse layer, its own is read again.
+            # Behind the last sparse layer, its own history is read again.
             ahead = gather_layer(cache.ckv, jnp.minimum(place.ckv + 1, cache.ckv.shape[0] - 1), context)
-        mixed, gates = self.hc_attn.read(carry.x)
+        mixed, gates = self.hc_attn.read(x)
         hidden = self.input_layernorm(mixed)
         if self.kind.linear:
             out, outputs = self._linear(hidden, context, cache, place)
         else:
             out, selection, outputs = self._sparse(hidden, carry, context, cache, place)
-        x = self.hc_attn.write(carry.x, jax.lax.psum(out, TP_AXES), gates)
+        if fetch:
+            # Awaited before the sum: a collective in flight bars the next, so it hides behind what lies between.
+            out, ahead = jax.lax.optimization_barrier((out, ahead))
+        x = self.hc_attn.write(x, jax.lax.psum(out, TP_AXES), gates)
         with jax.named_scope("mlp"):
             mixed, gates = self.hc_ffn.read(x)
             exchange = {"exchange": context.options.expert_exchange} if self.kind.sparse_mlp else {}
             out = self.mlp(self.post_attention_layernorm(mixed), **exchange)
             x = self.hc_ffn.write(x, jax.lax.psum(out, TP_AXES), gates)
-        if fetch:
-            # Ties the gather to this layer: it starts before the layer's work and is awaited behind it.
-            x, ahead = jax.lax.optimization_barrier((x, ahead))
         return LayerCarry(x, selection, ahead), outputs

@@ -9,13 +9,14 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from dsa_jax.batch import bucket, build_step
+from dsa_jax.batch import build_step
 from dsa_jax.model import Model
 from dsa_jax.prefill import Batch, prefill
 from dsa_jax.step import Execution, StepRunner
 from sharding.mesh import DCP
 from sharding.policy import PrefillPolicy
 from tests.multi_device.scenario import DEFAULT_TOLERANCE, compare_selections, known, placed_model, users_mesh
+from tests.multi_device.test_paths import pad_alike
 from tests.support import geometry, prompt, run_prefill
 
 AUTO = AxisType.Auto
@@ -36,7 +37,7 @@ def assert_oracle(result, variant: str, prompts: list[tuple[str, int]]) -> None:
 @pytest.mark.parametrize("policy", [STOCK, GATHER], ids=["stock", "gather"])
 def test_fewer_tokens_than_ranks(policy, monkeypatch):
     """Most of 8 ranks hold no key, of the step or of a request; they take part all the same."""
-    monkeypatch.setattr("dsa_jax.batch.bucket", lambda value, minimum=16: bucket(value, max(minimum, 4)))
+    pad_alike(monkeypatch, rows=8)
     variant = "dsv32_tp8"
     model = placed_model(variant, users_mesh(1, 1, 8, AUTO))
     for lengths in ([("s97", 1)], [("s7", 3), ("s33", 2), ("s97", 1)], [("s33", 7), ("s97", 5)]):

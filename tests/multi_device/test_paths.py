@@ -10,9 +10,8 @@ import itertools
 import pytest
 from jax.sharding import AxisType
 
-from dsa_jax.batch import bucket
 from dsa_jax.engine import EngineOptions
-from dsa_jax.step import Execution
+from dsa_jax.step import Execution, _compile
 from sharding.policy import PrefillPolicy
 from tests.multi_device.scenario import TOKENS_PER_PAGE, placed_model, run_scenario, users_mesh
 
@@ -142,8 +141,8 @@ def test_every_pair_of_settings_is_a_case():
 
 def pad_alike(monkeypatch, rows: int) -> None:
     """Pad all steps to one shape, so that one program serves them: these tests spend their time on compiling."""
-    monkeypatch.setattr("dsa_jax.batch.bucket", lambda value, minimum=rows: bucket(value, max(minimum, 4)))
-    monkeypatch.setattr("dsa_jax.batch.MIN_KEYS", 512)
+    for name, size in (("ROWS", rows), ("KEYS", 512), ("REQUESTS", 4), ("PAGES", 4)):
+        monkeypatch.setattr(f"dsa_jax.batch.MIN_{name}", size)
 
 
 def label(case: Case) -> str:
@@ -157,9 +156,11 @@ def label(case: Case) -> str:
 
 @pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.quick), *CASES[1:]], ids=label)
 def test_path_equals_the_oracle(case, monkeypatch):
-    """Selections and tokens exactly, logits within the tolerance, in every step."""
+    """Selections and tokens exactly, logits within the tolerance, in every step; a new plan compiles nothing."""
     pad_alike(monkeypatch, rows=64 if case.chunk == CHUNKED else 256)
+    programs = _compile.cache_info().misses
     check(case)
+    assert _compile.cache_info().misses == programs + 1
 
 
 def test_shapes_of_an_engine_equal_the_oracle():
