@@ -1,7 +1,5 @@
 """Every test runs on 8 virtual CPU devices with strict promotion, unless it asks for a GPU with `-m gpu`."""
 
-import os
-
 import jax
 
 
@@ -12,6 +10,3 @@ def pytest_configure(config):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    cache = os.path.join(str(config.rootpath), ".jax_cache", jax.__version__)
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
