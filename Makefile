@@ -44,7 +44,7 @@ lint: $(BIN)/.installed
 	$(BIN)/pyright
 
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not aot"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not gpu and not aot"
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -m quick
@@ -58,8 +58,8 @@ $(OLDEST)/.installed: pyproject.toml
 # Compiles the kernels and whole steps for H200s that are not there, on the oldest and the newest jax; the largest steps
 # on the oldest alone, which GPU machines have.
 test-aot: $(NEWEST_AOT)/.installed $(OLDEST)/.installed
-	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(NEWEST_AOT)/bin/python -m pytest -n 2 --dist loadfile -m aot tests/lowering --ignore tests/lowering/test_full_size.py
-	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m aot tests/lowering
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(NEWEST_AOT)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m aot tests/lowering --ignore tests/lowering/test_full_size.py
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m aot tests/lowering
 
 clean:
 	rm -rf $(VENV) .venv-* build *.egg-info demo_checkpoint
