@@ -49,7 +49,8 @@ def few_rows(rows: int, width: int, context: StepContext) -> bool:
 
 def _picked(selection: Selection, context: StepContext) -> Selection:
     """The selection by cache slot and own record in place of buffer rows, when the selected records are few."""
-    if not few_rows(*selection.slots.shape, context):
+    rows, width = selection.slots.shape
+    if not few_rows(rows, width, context):
         return selection
 
     def at(values: jax.Array) -> jax.Array:
