@@ -30,15 +30,16 @@ class BackendError(RuntimeError):
 
 
 class _Kept(logging.Handler):
-    """Keeps the messages of a logger, the last line of each."""
+    """Keeps the messages of a logger, each as one line."""
 
     def __init__(self):
         super().__init__()
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep what `record` ends with: of a traceback, the error."""
-        self.lines.append((record.getMessage().strip().splitlines() or [""])[-1])
+        """Keep what `record` says, and the error that it tells of without its traceback."""
+        error = record.exc_info[1] if record.exc_info else None
+        self.lines.append(" ".join(f"{record.getMessage()} {error or ''}".split()))
 
 
 def available_devices() -> list[Any]:
@@ -54,8 +55,8 @@ def available_devices() -> list[Any]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
-        reason = "; ".join(filter(None, [" ".join(str(error).split()), *kept.lines]))
-        raise BackendError(f"jax finds no device: platforms {jax.config.jax_platforms!r}; {reason}") from error
+        reasons = [" ".join(str(error).split()), *kept.lines, f"JAX_PLATFORMS is {jax.config.jax_platforms!r}"]
+        raise BackendError(f"jax finds no device: {'; '.join(filter(None, reasons))}") from error
     finally:
         logger.removeHandler(kept)
         logger.propagate = propagate
