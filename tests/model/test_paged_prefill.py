@@ -32,6 +32,8 @@ def assert_oracle(result, names: list[str]) -> None:
         want = answers(VARIANT)[f"{name}_logits"][0]
         np.testing.assert_allclose(result.logits[i], want, rtol=0, atol=TOLERANCE)
         assert_selected(result.selected[i], VARIANT, name)
+        if f"{name}_gen_tokens" in answers(VARIANT):
+            assert result.logits[i][-1].argmax() == answers(VARIANT)[f"{name}_gen_tokens"][0][0]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
