@@ -56,7 +56,8 @@ def from_pretrained(
 
     Raises:
       ValueError: The config is unsupported or contradictory, a tensor is missing, misshapen or truncated, the heads do
-        not divide by TP, the dtype is none of the two, or `weights` asks for what the checkpoint does not hold.
+        not divide by TP, the dtype is none of the two, `weights` asks for what the checkpoint does not hold, or the
+        config ties the embeddings and the checkpoint stores another `lm_head.weight` (which transformers 5 would use).
     """
     dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
@@ -68,7 +69,7 @@ def from_pretrained(
     specs = parameter_specs(model)
     if checkpoint.is_native(path):
         return fill_parameters(model, checkpoint.load_native(path, specs, mesh, dtype, progress=progress))
-    _log_skipped(path, config)
+    _check_unread(path, config)
     arrays = checkpoint.load_safetensors(
         path, specs, mesh, dtype, ignored=ignored_tensors(config), block_size=block_size(config), progress=progress
     )
@@ -124,8 +125,14 @@ def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"{config.tensor_prefix}layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
 
 
-def _log_skipped(path: str | Path, config: ModelConfig) -> None:
-    """Say in one line that weights for multi-token prediction are left out, if there are any."""
+def _check_unread(path: str | Path, config: ModelConfig) -> None:
+    """Say in one line that weights for multi-token prediction are left out, if there are any.
+
+    Raises:
+      CheckpointError: The embeddings are tied to a head that is stored and is another one.
+    """
+    if config.tie_word_embeddings:
+        checkpoint.check_tied_head(path, f"{config.tensor_prefix}embed_tokens.weight")
     names = [name for name in checkpoint.tensor_names(path) if name.startswith(_mtp_prefixes(config))]
     if names:
         layers = ", ".join(sorted({name.removeprefix(config.tensor_prefix).split(".")[1] for name in names}, key=int))
@@ -155,13 +162,19 @@ def convert(
       progress: Whether to show a progress bar on stderr.
 
     Raises:
-      ValueError: As in `from_pretrained`; or `target` holds something.
+      ValueError: As in `from_pretrained`; or `source` is a native checkpoint, `target` holds something, or another
+        process is converting to it.
     """
+    if checkpoint.is_native(source):
+        raise checkpoint.CheckpointError(
+            f"checkpoint {source} is native already: it loads onto any mesh as it is; to change its dtype or weights,"
+            " convert the Hugging Face folder that it came from again"
+        )
     config = ModelConfig.from_folder(source)
     mesh = make_mesh()
     dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     kept = _fp8_parameters(source, config, mesh, dtype, weights)
-    _log_skipped(source, config)
+    _check_unread(source, config)
     extra = [Path(source) / name for name in COPIED_FILES if (Path(source) / name).is_file()]
     checkpoint.convert(
         source,

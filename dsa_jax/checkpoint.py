@@ -16,6 +16,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import Mesh
 
 from dsa_jax.checkpoint_report import Description, describe, find_nonfinite
+from dsa_jax.checkpoint_tied import check_tied_head
 from dsa_jax.filling import Reader, StoredTensor, batches, fill, progress_bar, source_bytes
 from dsa_jax.native_checkpoint import (
     DEFAULT_BYTES_IN_FLIGHT,
@@ -36,6 +37,7 @@ from sharding.mesh import check_mesh
 __all__ = [
     "CheckpointError",
     "Description",
+    "check_tied_head",
     "convert",
     "describe",
     "find_nonfinite",

@@ -18,6 +18,7 @@ from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_spec
 from dsa_jax.step import StepRunner
 from sharding.mesh import AXES, DATA
 from sharding.policy import Decision
+from tests.model.paged_cases import poisoned
 from tests.support import answers, load_model, selected_count, selecting_layers
 
 TOLERANCE = {"flash_tp8": 5e-4}
@@ -140,9 +141,13 @@ ROWS = sum(given + new - 1 for _, given, new in (*START, LATER))
 
 
 def run_scenario(model: Model, variant: str, options: EngineOptions) -> CheckedRunner:
-    """Serve the scenario in every data group, in another order in each, and compare all of it with the oracle."""
+    """Serve the scenario in every data group, in another order in each, and compare all of it with the oracle.
+
+    Whatever no request has written yet is NaN, in pages and in the state of requests.
+    """
     groups = model.mesh.shape[DATA]
     engine = Engine(model, 8, options)
+    engine.cache = poisoned(engine.cache)
     runner = engine.runner = CheckedRunner(engine)
     lengths: list[int] = []
 

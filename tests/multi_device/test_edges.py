@@ -15,6 +15,7 @@ from dsa_jax.prefill import Batch, prefill
 from dsa_jax.step import Execution, StepRunner
 from sharding.mesh import DCP
 from sharding.policy import PrefillPolicy
+from tests.model.paged_cases import bytes_of, foreign_cache, paged_batch
 from tests.multi_device.scenario import DEFAULT_TOLERANCE, compare_selections, known, placed_model, users_mesh
 from tests.multi_device.test_paths import pad_alike
 from tests.support import geometry, prompt, run_prefill
@@ -47,6 +48,24 @@ def test_fewer_tokens_than_ranks(policy, monkeypatch):
         runner = StepRunner(model, Execution(policy))
         result = prefill(runner, batch, batch.init_cache(model), chunk_size=3, logits="all", return_selected=True)
         assert_oracle(result, variant, lengths)
+
+
+@pytest.mark.parametrize("policy", [STOCK, GATHER], ids=["stock", "gather"])
+def test_foreign_pages_stay_as_they_are(policy, monkeypatch):
+    """Pages drawn at random out of NaN bytes, page 0 not among them: no rank writes any other page, nor reads one."""
+    pad_alike(monkeypatch, rows=64)
+    variant, names = "glm52_tp8", ["s7", "s97", "s33"]
+    model = placed_model(variant, users_mesh(1, 2, 4, AUTO))
+    pages = geometry(model, page_size=16)
+    batch = paged_batch(model, [prompt(variant, name) for name in names], pages, seed=2)
+    runner, cache = StepRunner(model, Execution(policy)), foreign_cache(model, pages, batch.pages)
+    result = prefill(runner, batch, cache, chunk_size=40, logits="all", return_selected=True)
+    assert_oracle(result, variant, [(name, len(prompt(variant, name))) for name in names])
+    written = {p for r in batch.requests for p in r.pages[: -(-len(r.tokens) // pages.tokens_per_page)].tolist()}
+    foreign = [page for page in range(batch.pages) if page not in written]
+    assert 0 in foreign
+    for array in (result.cache.ckv, result.cache.index_keys):
+        assert (bytes_of(array)[:, foreign] == 0xFF).all()
 
 
 def with_index_weights(model: Model, value: float) -> Model:
