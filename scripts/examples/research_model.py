@@ -195,7 +195,7 @@ def main() -> None:
     x, layers, index = make_model(256)
     print("share of the full attention that is kept, layer 0")
     for name, select in SELECTIONS.items():
-        shares = {k: float(kept(layers[0], select(x, index, k))) for k in (8, 16, 64)}
+        shares = {k: float(kept(layers[0], select(x, index, k))) for k in (8, 32)}
         print(f"  {name:<20}" + "".join(f"k={k} {share:6.1%}   " for k, share in shares.items()))
     trained, losses = train(index, x, layers, k=64)
     print(f"trained for {len(losses)} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
