@@ -102,6 +102,11 @@ def _add_weights_flag(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--weights", choices=WEIGHTS, default=default, help=meaning)
 
 
+def _add_profile_flag(parser: argparse.ArgumentParser) -> None:
+    meaning = "run once more under jax's profiler; the trace goes to this folder, the time by part to stderr"
+    parser.add_argument("--profile", type=Path, metavar="DIR", help=meaning)
+
+
 def _add_prompt_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     if text:
@@ -126,6 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     generate.add_argument("--max-pages", type=_positive, help="cache pages a data group; prompts wait for free ones")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_profile_flag(generate)
     generate.set_defaults(run=commands.run_generate)
 
     prefill = subparsers.add_parser("prefill", help="prefill prompts, keep logits and selections")
@@ -134,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     prefill.add_argument("--logits", choices=("all", "last", "none"), default="last", help="rows to keep")
     prefill.add_argument("--out", type=Path, help="write logits and selections to this .npz file")
     prefill.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_profile_flag(prefill)
     prefill.set_defaults(run=commands.run_prefill)
 
     tiny = subparsers.add_parser("tiny", help="write a tiny random checkpoint")

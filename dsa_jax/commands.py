@@ -8,7 +8,7 @@ import time
 import numpy as np
 from jax.sharding import Mesh
 
-from dsa_jax import checkpoint
+from dsa_jax import checkpoint, commands_profile
 from dsa_jax.api import convert, default_tp, from_pretrained
 from dsa_jax.commands_checks import available_devices, check_npz, check_switches, note_sampling, read_prompts
 from dsa_jax.config import ModelConfig
@@ -78,6 +78,12 @@ def _load(args: argparse.Namespace, mesh: Mesh) -> Model:
 
 def run_generate(args: argparse.Namespace) -> None:
     """`dsa-jax generate`."""
+    model, prompts, options = _generate(args)
+    if args.profile is not None:
+        commands_profile.profile_generate(args.profile, model, prompts, options)
+
+
+def _generate(args: argparse.Namespace) -> tuple[Model, list[list[int]], GenerateOptions]:
     options = GenerateOptions(
         max_new_tokens=args.max_new_tokens,
         sampling=SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed),
@@ -96,20 +102,21 @@ def run_generate(args: argparse.Namespace) -> None:
         for event in stream(model, prompts, options):
             print(text.push(event.token), end="", flush=True)
         print(text.finish())
-        return
+        return model, prompts, options
     result = generate(model, prompts, options)
     if args.json:
         output = dataclasses.asdict(result)
         if tokenizer is not None:
             output["text"] = [tokenizer.decode(tokens) for tokens in result.tokens]
         print(json.dumps(output))
-        return
+        return model, prompts, options
     for tokens in result.tokens:
         print(json.dumps(tokens))
     print(
         f"{sum(map(len, result.tokens))} tokens, first after {result.ttft_s:.3f} s,"
         f" {result.tokens_per_s:.1f} tokens/s; compiled for {result.compile_s:.1f} s"
     )
+    return model, prompts, options
 
 
 def run_prefill(args: argparse.Namespace) -> None:
@@ -147,11 +154,13 @@ def run_prefill(args: argparse.Namespace) -> None:
     }
     if args.json:
         print(json.dumps(report))
-        return
-    print(
-        f"{tokens} tokens in {seconds:.3f} s, {report['tokens_per_s']:.1f} tokens/s;"
-        f" compiled for {runner.compile_seconds:.1f} s"
-    )
+    else:
+        print(
+            f"{tokens} tokens in {seconds:.3f} s, {report['tokens_per_s']:.1f} tokens/s;"
+            f" compiled for {runner.compile_seconds:.1f} s"
+        )
+    if args.profile is not None:
+        commands_profile.profile_prefill(args.profile, runner, prompts, options, args)
 
 
 def run_tiny(args: argparse.Namespace) -> None:

@@ -115,8 +115,10 @@ class Model(nnx.Module):
         Returns:
           New cache, this rank's share of the logits, selections.
         """
-        context = make_context(self.config, inputs, cache.geometry, options)
-        x = open_streams(self.embed(inputs.tokens), self.config.hyper_connections)
+        with jax.named_scope("layout"):
+            context = make_context(self.config, inputs, cache.geometry, options)
+        with jax.named_scope("embedding"):
+            x = open_streams(self.embed(inputs.tokens), self.config.hyper_connections)
         ahead = gather_layer(cache.ckv, jnp.int32(0), context) if options.decision.prefetch else None
         carry = LayerCarry(x, no_selection(x.shape[0], self.config.selected_width, context), ahead)
         written = []
@@ -129,7 +131,9 @@ class Model(nnx.Module):
             field.name: in_layer_order([[getattr(o, field.name) for o in outputs] for outputs in written])
             for field in dataclasses.fields(LayerOutputs)
         }
-        return StepOutputs(write_cache(cache, context, new), logits, new["selected"])
+        with jax.named_scope("cache_write"):
+            written_cache = write_cache(cache, context, new)
+        return StepOutputs(written_cache, logits, new["selected"])
 
 
 def write_cache(cache: PagedCache, context: StepContext, new: dict[str, jax.Array | None]) -> PagedCache:

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_profile import breakdown
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from make_synthetic_checkpoint import first_layers
@@ -31,7 +30,8 @@ from dsa_jax.fp8_weights import FP8, fp8_candidates, fp8_parameters, published_f
 from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_specs
 from dsa_jax.params import ParamSpec
 from dsa_jax.plan_time import predict_time
-from dsa_jax.step import Execution, attention_facts, compile_step
+from dsa_jax.profiling import profile
+from dsa_jax.step import Execution, attention_facts
 from sharding.mesh import DCP, QSPLIT, make_mesh
 from sharding.policy import PrefillPolicy
 
@@ -110,22 +110,6 @@ def peak_bytes() -> int | None:
     return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)
 
 
-class _Recorder:
-    """Keeps the programs that an engine runs."""
-
-    def __init__(self, engine: Engine):
-        self.programs: dict[int, str] = {}
-        runner, prepare = engine.runner, engine.runner.prepare
-
-        def recorded(step, geometry, **options):
-            inputs, step_options = prepare(step, geometry, **options)
-            compiled = compile_step(runner.model, inputs, engine.cache, step_options)
-            self.programs[id(compiled)] = compiled.as_text() or ""
-            return inputs, step_options
-
-        runner.prepare = recorded
-
-
 def measure(model: Model, context: int, requests: int, args: argparse.Namespace) -> dict[str, Any]:
     """One line of the report."""
     config, mesh = model.config, model.mesh
@@ -144,11 +128,8 @@ def measure(model: Model, context: int, requests: int, args: argparse.Namespace)
     prompts = [rng.integers(0, config.vocab_size, context).tolist() for _ in range(requests)]
     serve(engine, prompts, args.new_tokens)  # compiles
     runs = [serve(engine, prompts, args.new_tokens) for _ in range(args.repeats)]
-    recorder = _Recorder(engine)
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            serve(engine, prompts, 1)
-        parts = breakdown(Path(folder), list(recorder.programs.values()), mesh.size)
+        parts = profile(Path(folder), engine.runner, lambda: serve(engine, prompts, 1))
     geometry = engine.geometry
     predicted = predict_time(
         config,
@@ -167,7 +148,7 @@ def measure(model: Model, context: int, requests: int, args: argparse.Namespace)
         "tpot_s": summary([t for run in runs for t in run.tpot]),
         "tokens_per_s": summary([requests * (context + args.new_tokens) / run.seconds for run in runs]),
         "parts_s": parts,
-        "programs": len(recorder.programs),
+        "programs": len(engine.runner.programs),
         "compile_s": engine.runner.compile_seconds,
         "peak_bytes": peak_bytes(),
         "predicted_ttft_s": predicted.ttft_s,

@@ -167,15 +167,19 @@ class DecoderLayer(nnx.Module):
         """Partial output of sparse attention [T, hidden], the selection, and what the layer leaves behind."""
         attention, selection, index_keys, ring = self.self_attn, carry.selection, None, None
         assert isinstance(attention, SparseAttention)
-        q_latent = attention.query_latent(hidden)
+        with jax.named_scope("projections"):
+            q_latent = attention.query_latent(hidden)
         if self.kind.full:
             with jax.named_scope("indexer"):
                 selection, index_keys, ring = self.select(hidden, q_latent, context, cache, place.index_keys)
-        with jax.named_scope("sparse_mla"):
+        with jax.named_scope("projections"):
             record = pack(context.ckv.fmt, attention.record(hidden, context.cos, context.sin))
+            query = attention.absorbed_query(q_latent, context.cos, context.sin)
+            value_rows = attention.value_rows(hidden.dtype)
+        with jax.named_scope("sparse_mla"):
             values = attend(
-                attention.absorbed_query(q_latent, context.cos, context.sin),
-                attention.value_rows(hidden.dtype),
+                query,
+                value_rows,
                 cache.ckv,
                 place.ckv,
                 record,
@@ -184,6 +188,7 @@ class DecoderLayer(nnx.Module):
                 softmax_scale=self.config.softmax_scale,
                 history=carry.ahead,
             )
+        with jax.named_scope("projections"):
             out = attention.output(values)
         selected = selection.ids if context.options.return_selected else None
         return out, selection, LayerOutputs(record, index_keys, ring, selected=selected)
@@ -224,8 +229,9 @@ class DecoderLayer(nnx.Module):
         if fetch:
             # Behind the last sparse layer, its own history is read again.
             ahead = gather_layer(cache.ckv, jnp.minimum(place.ckv + 1, cache.ckv.shape[0] - 1), context)
-        mixed, gates = self.hc_attn.read(x)
-        hidden = self.input_layernorm(mixed)
+        with jax.named_scope("residual"):
+            mixed, gates = self.hc_attn.read(x)
+            hidden = self.input_layernorm(mixed)
         if self.kind.linear:
             out, outputs = self._linear(hidden, context, cache, place)
         else:
@@ -233,7 +239,8 @@ class DecoderLayer(nnx.Module):
         if fetch:
             # Awaited before the sum: a collective in flight bars the next, so it hides behind what lies between.
             out, ahead = jax.lax.optimization_barrier((out, ahead))
-        x = self.hc_attn.write(x, jax.lax.psum(out, TP_AXES), gates)
+        with jax.named_scope("residual"):
+            x = self.hc_attn.write(x, jax.lax.psum(out, TP_AXES), gates)
         with jax.named_scope("mlp"):
             mixed, gates = self.hc_ffn.read(x)
             exchange = {"exchange": context.options.expert_exchange} if self.kind.sparse_mlp else {}

@@ -13,10 +13,11 @@ from dsa_jax.batch import build_step
 from dsa_jax.model import Model
 from dsa_jax.prefill import Batch, prefill
 from dsa_jax.step import Execution, StepRunner
+from dsa_jax.testing import users_mesh
 from sharding.mesh import DCP
 from sharding.policy import PrefillPolicy
 from tests.model.paged_cases import bytes_of, foreign_cache, paged_batch
-from tests.multi_device.scenario import DEFAULT_TOLERANCE, compare_selections, known, placed_model, users_mesh
+from tests.multi_device.scenario import DEFAULT_TOLERANCE, compare_selections, known, placed_model
 from tests.multi_device.test_paths import pad_alike
 from tests.support import geometry, prompt, run_prefill
 

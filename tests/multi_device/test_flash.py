@@ -7,8 +7,9 @@ from jax.sharding import AxisType
 from dsa_jax.cache import CacheGeometry
 from dsa_jax.engine import EngineOptions
 from dsa_jax.step import Execution, plan_rows
+from dsa_jax.testing import users_mesh
 from sharding.policy import PrefillPolicy
-from tests.multi_device.scenario import TOKENS_PER_PAGE, placed_model, run_scenario, users_mesh
+from tests.multi_device.scenario import TOKENS_PER_PAGE, placed_model, run_scenario
 from tests.support import load_model
 
 VARIANT = "flash_tp8"

@@ -14,9 +14,10 @@ import pytest
 
 from dsa_jax.batch import GroupLengths
 from dsa_jax.step import decide_step, plan_rows
+from dsa_jax.testing import users_mesh
 from sharding.cost_model import AttentionFacts
 from sharding.policy import Decision, PrefillPolicy, decide
-from tests.multi_device.scenario import placed_model, users_mesh
+from tests.multi_device.scenario import placed_model
 from tests.multi_device.test_paths import AUTO
 from tests.support import geometry
 

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from dsa_jax.testing import users_mesh
 from pallas_kernels.sparse_mla import sparse_mla
 from sharding.ckv_gather import (
     append_chunk,
@@ -28,7 +29,6 @@ from tests.sharding.harness import (
     i32,
     on_every_rank,
     run_on_every_rank,
-    users_mesh,
 )
 
 LATENT, SCALE = 6, 0.3
@@ -99,7 +99,7 @@ def program(qsplit, dcp, interleave, window, *, records=None, written=False, axi
             num_valid=count_to_last_valid(slots),
         )
 
-    return local, users_mesh(qsplit, dcp, axis_type), specs, args
+    return local, users_mesh(1, qsplit, dcp, axis_type), specs, args
 
 
 CASES = [
@@ -153,7 +153,7 @@ def windows_program(window, rows=32, width=3, buffer_width=3):
         layout = jax.tree.map(i32, key_layout(np.array([seq_len]), ranks=4, interleave=1))
         return pages.reshape(-1, 4, width), i32([context]), layout
 
-    return local, users_mesh(1, 4), (P(DCP), P(), P()), args, pages.reshape(4, 64, width)
+    return local, users_mesh(1, 1, 4), (P(DCP), P(), P()), args, pages.reshape(4, 64, width)
 
 
 def test_windows_move_what_is_there_in_one_program():
