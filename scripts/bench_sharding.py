@@ -34,7 +34,6 @@ from bench_sharding_paths import paths, received_bytes
 from flax import nnx
 from jax.sharding import Mesh
 
-from dsa_jax.cache import PagedCache
 from dsa_jax.config import ModelConfig
 from dsa_jax.config_layers import FULL, SPARSE
 from dsa_jax.gpu_target import TARGETS, target_devices

@@ -27,7 +27,7 @@ from pallas_kernels.index_topk import index_topk
 from pallas_kernels.sparse_mla import sparse_mla
 from sharding.ckv_gather import gather_history_windows, history_windows
 from sharding.dcp_attention import project_values
-from sharding.indexer_sharding import index_shard, sharded_index_topk
+from sharding.indexer_sharding import sharded_index_topk
 from sharding.mesh import DCP, TP_AXES
 from sharding.ownership import global_of, owner_of, pool_interleave
 
