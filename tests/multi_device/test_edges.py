@@ -50,7 +50,7 @@ def test_fewer_tokens_than_ranks(policy, monkeypatch):
 
 
 def test_a_step_reads_the_cache_it_is_given(monkeypatch):
-    """Two batches take turns in one program: what is gathered ahead comes from the cache of the step, not of the last."""
+    """Two batches take turns in one program: what is gathered ahead comes from the cache that the step is given."""
     pad_alike(monkeypatch, rows=8)
     variant = "dsv32_tp8"
     model = placed_model(variant, users_mesh(1, 1, 8, AUTO))

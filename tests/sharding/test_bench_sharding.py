@@ -87,7 +87,7 @@ def test_paths_of_a_mesh(module):
 
 
 def test_received_bytes(module):
-    """Every kind of collective, every spelling of its groups, and one that repeats; what XLA writes anew is an error."""
+    """Every kind of collective, every spelling of its groups, and one that repeats; another spelling is an error."""
     gather = "  %a = bf16[4,10,8]{2,1,0} all-gather(%x), channel_id=1, replica_groups="
     named = gather + "mesh['data'=1,'qsplit'=2,'dcp'=4] {'dcp'}, dimensions={0}"
     for text in (gather + "{{0,1,2,3},{4,5,6,7}}, dimensions={0}", gather + "[2,4]<=[8], dimensions={0}", named):

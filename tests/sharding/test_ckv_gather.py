@@ -141,7 +141,7 @@ def test_bytes_equal_those_of_a_gather_after_the_write(qsplit, dcp, interleave, 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_ds_mla", "nvfp4_ds_mla"])
 def test_every_format_is_attended_to_where_it_was_gathered(name):
-    """Packed records travel as they are stored: attention over the gathered buffer is that over one device's records."""
+    """Records travel as they are stored: attention over the gathered buffer is that over one device's records."""
     fmt = ckv_format(name, kv_lora_rank=512, qk_rope_head_dim=64)
     rng, heads, scale = np.random.default_rng(12), 8, 0.05
     values = jnp.asarray(rng.standard_normal((sum(BATCH.seq_lens), fmt.width)), jnp.float32)

@@ -15,6 +15,7 @@ GLM = AttentionFacts(heads=64, index_heads=32, index_dim=128, top_k=K, record_by
 T, S = 8192, 131072
 STEP = step_facts([S + T], [T], GLM)
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8), (1, 2), (2, 1)]
+H200 = Hardware()
 FREE = {field.name: 1e40 for field in dataclasses.fields(Hardware)} | {"latency_s": 0.0, "overlap": 0.0}
 
 
@@ -23,7 +24,7 @@ def only(**rates: float) -> Hardware:
     return Hardware(**{**FREE, **rates})
 
 
-def indexed(qsplit: int, dcp: int, hardware: Hardware = Hardware(), *, copies: int = 1, **options):
+def indexed(qsplit: int, dcp: int, hardware: Hardware = H200, *, copies: int = 1, **options):
     """Cost of the indexer with `copies` of the index keys."""
     return index_cost(STEP, GLM, hardware, qsplit=qsplit, dcp=dcp, shards=dcp // copies, **options)
 
@@ -56,7 +57,7 @@ def test_work_of_the_indexer(qsplit, dcp):
         assert cost.seconds == pytest.approx(2 * 32 * 128 * pairs / shared)
 
 
-def attended(qsplit: int, dcp: int, hardware: Hardware = Hardware(), **options):
+def attended(qsplit: int, dcp: int, hardware: Hardware = H200, **options):
     """Cost of the attention of one layer."""
     options = {"gather": False, "token_split": False} | options
     return attention_cost(STEP, GLM, hardware, qsplit=qsplit, dcp=dcp, **options)
