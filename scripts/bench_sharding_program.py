@@ -208,7 +208,7 @@ def attention_program(
     def local(inputs: StepInputs, cache: PagedCache, operands: Operands) -> tuple[jax.Array, jax.Array]:
         context = make_context(config, inputs, cache.geometry, options)
         pages, rows = cache.ckv, operands.q.shape[0]
-        selection, full = no_selection(rows, config.indexer.topk), 0
+        selection, full = no_selection(rows, config.indexer.topk, context), 0
         ahead = gather_layer(pages, jnp.int32(0), context) if decision.prefetch else None
         out = jnp.zeros((rows, operands.q.shape[1], config.v_head_dim), operands.q.dtype)
         outs, ids = [], []
@@ -291,7 +291,9 @@ def one_device_errors(
     def one_device(index_q, weights, q, value_rows):
         positions = jnp.arange(history + total, dtype=jnp.int32)
         k, k_scale = split_index_keys(geometry.index_keys, keys_at(INDEX_KEY, geometry.index_keys, 0, positions))
-        found = index_topk(index_q, k, weights, jnp.zeros_like(visible), visible, config.indexer.topk, k_scale=k_scale)
+        start = jnp.zeros_like(visible)
+        found = index_topk(index_q, k, weights, start, visible, config.indexer.topk, k_scale=k_scale)
+        assert isinstance(found, jax.Array)
         fmt = geometry.ckv
         kv_format = None if fmt.encoding == "plain" else fmt
         values, _ = sparse_mla(
