@@ -96,7 +96,9 @@ class KeyBuffer:
         nowhere = jnp.full_like(self.slots, -1)
         return nowhere.at[self.own].set(rows, mode="drop", wrap_negative_indices=False)
 
-    def pick(self, pages: jax.Array, layer: jax.Array, own: jax.Array, picked: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def pick(
+        self, pages: jax.Array, layer: jax.Array, own: jax.Array, picked: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
         """Some keys of the step, without a buffer of all.
 
         Args:
