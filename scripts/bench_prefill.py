@@ -45,6 +45,20 @@ def read_config(name: str, layers: int | None) -> ModelConfig:
     return ModelConfig.from_dict(first_layers(json.loads(file.read_text()), layers))
 
 
+def hashed(*indices: jax.Array) -> jax.Array:
+    """Bits uint32 that look random and depend on the indices alone, which broadcast against each other."""
+    bits = jnp.uint32(0)
+    for index in indices:
+        bits = (bits ^ index.astype(jnp.uint32)) * jnp.uint32(2654435761)
+        bits = bits ^ (bits >> 15)
+    return bits
+
+
+def uniform(bits: jax.Array) -> jax.Array:
+    """Floats in [-0.5, 0.5) of random bits."""
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24 - 0.5
+
+
 def random_parameter(name: str, spec: ParamSpec, mesh: Mesh) -> jax.Array:
     """Values that cost no memory to make: a hash of their position, and 1 for norms."""
     dtype = jnp.dtype(jnp.bfloat16) if spec.dtype is None else spec.dtype
@@ -54,14 +68,11 @@ def random_parameter(name: str, spec: ParamSpec, mesh: Mesh) -> jax.Array:
             return jnp.full(spec.shape, 0.0 if name.endswith("bias") else 1.0, dtype)
         if name.endswith("_scale_inv"):
             return jnp.full(spec.shape, 0.02, dtype)
-        bits = jnp.zeros(spec.shape, jnp.uint32)
-        for dim in range(len(spec.shape)):
-            bits = (bits ^ jax.lax.broadcasted_iota(jnp.uint32, spec.shape, dim)) * jnp.uint32(2654435761)
-            bits = bits ^ (bits >> 15)
+        bits = hashed(*(jax.lax.broadcasted_iota(jnp.uint32, spec.shape, dim) for dim in range(len(spec.shape))))
         if dtype == FP8:
             # Without the highest bit of the exponent: at most 1.875, no NaN.
             return jax.lax.bitcast_convert_type(((bits >> 8) & 0xBF).astype(jnp.uint8), FP8)
-        return ((bits >> 8).astype(jnp.float32) * 2.0**-24 - 0.5).astype(dtype) * jnp.asarray(0.07, dtype)
+        return uniform(bits).astype(dtype) * jnp.asarray(0.07, dtype)
 
     return jax.jit(make, out_shardings=NamedSharding(mesh, spec.spec))()
 

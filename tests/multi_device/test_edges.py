@@ -69,6 +69,30 @@ def test_foreign_pages_stay_as_they_are(policy, monkeypatch):
         assert (bytes_of(array)[:, foreign] == 0xFF).all()
 
 
+def test_a_step_reads_the_cache_it_is_given(monkeypatch):
+    """Two batches take turns in one program: what is gathered ahead comes from the cache that the step is given."""
+    pad_alike(monkeypatch, rows=8)
+    variant = "dsv32_tp8"
+    model = placed_model(variant, users_mesh(1, 1, 8, AUTO))
+    runner = StepRunner(model, Execution(GATHER))
+    names, batches, caches = ["s33", "s97"], [], []
+    for name in names:
+        batch = Batch.from_prompts([prompt(variant, name)[:6]], model, geometry=geometry(model), max_new_tokens=9)
+        batch.pages = 4
+        batches.append(batch)
+        caches.append(batch.init_cache(model))
+    for length in (6, 10, 15):
+        for i, name in enumerate(names):
+            request = batches[i].requests[0]
+            request.tokens = np.array(prompt(variant, name)[:length])
+            done = request.cached
+            result = prefill(runner, batches[i], caches[i], logits="all", return_selected=True)
+            caches[i] = result.cache
+            want = known(variant, name)
+            np.testing.assert_allclose(result.logits[0], want.logits[done:length], rtol=0, atol=DEFAULT_TOLERANCE)
+            compare_selections(result.selected[0], range(done, length), want)
+
+
 def with_index_weights(model: Model, value: float) -> Model:
     """The model with every weight of the indexer's heads replaced."""
     graphdef, state = nnx.split(model)

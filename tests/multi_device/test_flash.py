@@ -48,6 +48,17 @@ def test_runs_hold_whole_pools():
         CacheGeometry.for_model(model.config, model.mesh, model.dtype, interleave=2)
 
 
+def test_buffers_of_index_keys_hold_pools():
+    """A rank's buffer of index keys has a row for each pool that it holds, a fourth of its tokens."""
+    from dsa_jax.batch import Request, build_step
+    from tests.support import geometry
+
+    model = placed_model(VARIANT, users_mesh(1, 4, 2, AxisType.Auto))
+    pages = geometry(model, interleave=4, page_size=64)
+    step = build_step([Request(np.zeros(4096, np.int64), np.arange(32))], pages, groups=1, chunk_size=4096)
+    assert step is not None and (step.ckv_rows, step.index_rows) == (2048, 512)
+
+
 def test_rows_are_planned_by_pools():
     """A row costs the pools it scores: one with 4 tokens per key weighs a long context's rows as vLLM's plan does."""
     from dsa_jax.batch import GroupLengths

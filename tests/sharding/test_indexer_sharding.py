@@ -148,6 +148,12 @@ def test_data_groups_never_mix():
     check(ids[4:], one_device("negated"))
 
 
+def test_a_workspace_of_one_row_changes_nothing():
+    # Every tile of rows reads the same keys, gathered or filled once.
+    ids = run_on_every_rank(*program(2, 4, IndexSharding(4, 1, "owner"), "balanced", workspace_bytes=1))
+    check(ids, one_device())
+
+
 def test_more_columns_than_keys():
     ids = run_on_every_rank(*program(2, 4, IndexSharding(4, 4, "owner"), "balanced", top_k=200))
     check(ids, one_device(top_k=200), top_k=200)
