@@ -194,7 +194,7 @@ def _group_size(blocks: int) -> int:
     return min(sizes, key=lambda size: size + -(-blocks // size))
 
 
-def _states_before(states, sequence, fresh, total, change, precision) -> jax.Array:
+def _states_before(states, sequence, fresh, total, change, *, precision) -> jax.Array:
     """State before each block; the blocks of a group lie along the first axis.
 
     One block after another is N small products in a row, which leave most of a GPU idle. So all groups of blocks step
@@ -255,12 +255,9 @@ def _tile(states, sequence, q, k, v, log_decay, beta, *, max_decay: float, preci
     real = (sequence >= 0) & (sequence < states.shape[0])
     fresh = ~real | (jnp.roll(sequence, 1) != sequence) | (jnp.arange(count) == 0)
     sequence = jnp.where(real, sequence, 0)
-    before = _states_before(
-        states,
-        *(by_step(x).reshape(size, groups) for x in (sequence, fresh)),
-        *(x.reshape(size, groups, *x.shape[1:]) for x in (blocks.total, blocks.change)),
-        precision,
-    ).reshape(-1, *states.shape[1:])
+    by_group = [x.reshape(size, groups, *x.shape[1:]) for x in (by_step(fresh), blocks.total, blocks.change)]
+    before = _states_before(states, by_step(sequence).reshape(size, groups), *by_group, precision=precision)
+    before = before.reshape(-1, *states.shape[1:])
     read = _dot("nhik,nhkv->nhiv", blocks.reads, before, precision)
     written = blocks.values - read[..., :block, :]
     out = read[..., block:, :] + _dot("nhij,nhjv->nhiv", blocks.mixed, written, precision)
