@@ -95,7 +95,7 @@ class Plan:
 
     Attributes:
       weights: Bytes of the weights, by dtype.
-      caches: Bytes of the caches: "ckv", "index_keys", and "state" of one request a data group where the model keeps any.
+      caches: Bytes of the caches: "ckv", "index_keys", and "state" of one request a data group where the model has any.
       workspaces: Bytes of what a step holds besides, by purpose; those of one layer at its fullest.
       cache_tokens_lost: Tokens that the cache could hold in the bytes of the gathered buffers.
       decision: The path of the prompt's last step.
