@@ -68,8 +68,8 @@ def _is_command(code: str) -> bool:
 
 
 def commands(block: Block) -> list[str]:
-    """Commands of a bash block, one a line, continued lines joined and comments dropped."""
-    lines = re.sub(r"\\\n\s*", " ", block.code).splitlines()
+    """Commands of a bash block, one a line, continued and indented lines joined and comments dropped."""
+    lines = re.sub(r"\\?\n\s+(?=\S)", " ", block.code).splitlines()
     return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
