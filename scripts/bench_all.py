@@ -66,7 +66,7 @@ def plan_parts(args: argparse.Namespace, gpus: int, out: Path) -> list[Part]:
     for dcp in sorted({1, size}):
         sizes = ("--config", args.config, "--layers", args.layers, "--tp", size, "--dcp", dcp)
         add("prefill", f"prefill_tp{size}_dcp{dcp}", "bench_prefill.py", *sizes, "--context", *args.context)
-    add("memory", f"memory_{args.config}", "bench_memory.py", "--config", args.config)
+    add("memory", f"memory_{Path(args.config).stem}", "bench_memory.py", "--config", args.config)
     return parts
 
 

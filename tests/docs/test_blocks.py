@@ -17,8 +17,6 @@ from tests.docs.test_examples import load_example
 
 PYTHON = [name for name in NAMES if any(block.language == "python" for block in blocks(name))]
 BASH = [name for name in NAMES if any(block.language == "bash" for block in blocks(name))]
-# Scripts that a test of their own runs, with sizes that suit it.
-TESTED_SCRIPTS = ("scripts/bench_memory.py",)
 RUN_HERE = ("scripts/examples/research_model.py",)
 MAKEFILE = (ROOT / "Makefile").read_text()
 
@@ -155,7 +153,7 @@ def test_bash_blocks(name, beside_demo):
         for command in commands(block):
             check_command(command, block)
             words = command.split() if is_synopsis(command) else words_of(command)
-            if block.mark in MARKS or is_synopsis(command) or words[1] in TESTED_SCRIPTS:
+            if block.mark in MARKS or is_synopsis(command):
                 continue
             if words[0] == "make":
                 # CI runs the target, or this module does.
