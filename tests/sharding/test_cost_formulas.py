@@ -67,8 +67,8 @@ def attended(qsplit: int, dcp: int, hardware: Hardware = H200, **options):
 def test_bytes_of_the_attention(qsplit, dcp):
     w, q, n, h = dcp, qsplit, qsplit * dcp, 64 // (qsplit * dcp)
 
-    def to_rows(ranks: int) -> float:
-        return (ranks - 1) / ranks * T * h * B * (DK + L)
+    def to_rows(ranks: int, returned: int = L) -> float:
+        return (ranks - 1) / ranks * T * h * B * (DK + returned)
 
     def stock(heads: int) -> float:
         """`heads` of a rank that project T * h / heads rows first."""
@@ -81,7 +81,7 @@ def test_bytes_of_the_attention(qsplit, dcp):
         assert attended(q, w, gather=True).received == pytest.approx(local)
         assert attended(q, w, gather=True, prefetch=True).received == pytest.approx(local)
         assert attended(q, w, gather=True, token_split=True).received == pytest.approx(local + to_rows(n))
-    split = stock(h * q) + to_rows(q) if w > 1 else to_rows(n)
+    split = stock(h * q) + to_rows(q, V) + (q - 1) * h * L * V * B if w > 1 else to_rows(n)
     assert attended(q, w, token_split=True).received == pytest.approx(split)
 
 
