@@ -9,6 +9,7 @@ import itertools
 import pytest
 
 from sharding.cost_model import AttentionFacts, Hardware, attention_cost, index_cost, projection_pays, step_facts
+from sharding.policy import SWITCHES, PrefillPolicy, decide
 
 K, R, DK, L, V, B, PARTIAL = 2048, 656, 576, 512, 256, 2, 4
 GLM = AttentionFacts(heads=64, index_heads=32, index_dim=128, top_k=K, record_bytes=R)
@@ -67,8 +68,8 @@ def attended(qsplit: int, dcp: int, hardware: Hardware = H200, **options):
 def test_bytes_of_the_attention(qsplit, dcp):
     w, q, n, h = dcp, qsplit, qsplit * dcp, 64 // (qsplit * dcp)
 
-    def to_rows(ranks: int) -> float:
-        return (ranks - 1) / ranks * T * h * B * (DK + L)
+    def to_rows(ranks: int, returned: int = L) -> float:
+        return (ranks - 1) / ranks * T * h * B * (DK + returned)
 
     def stock(heads: int) -> float:
         """`heads` of a rank that project T * h / heads rows first."""
@@ -81,7 +82,7 @@ def test_bytes_of_the_attention(qsplit, dcp):
         assert attended(q, w, gather=True).received == pytest.approx(local)
         assert attended(q, w, gather=True, prefetch=True).received == pytest.approx(local)
         assert attended(q, w, gather=True, token_split=True).received == pytest.approx(local + to_rows(n))
-    split = stock(h * q) + to_rows(q) if w > 1 else to_rows(n)
+    split = stock(h * q) + to_rows(q, V) + (q - 1) * h * L * V * B if w > 1 else to_rows(n)
     assert attended(q, w, token_split=True).received == pytest.approx(split)
 
 
@@ -96,3 +97,28 @@ def test_work_of_the_attention(qsplit, dcp):
     for options, readers in paths:
         assert attended(qsplit, w, flops, **options).seconds == pytest.approx(2 * selected * 64 / n * (DK + L))
         assert attended(qsplit, w, read, **options).seconds == pytest.approx(selected * R / readers)
+
+
+# (qsplit, dcp): what "auto" takes for 8192 rows behind up to 128K tokens, and what changes at 1M; bf16 records.
+PICKED = {
+    (8, 1): ({"query_split", "token_split"}, {"query_split", "token_split"}),
+    (4, 2): ({"query_split", "ckv_gather", "token_split"}, {"query_split", "token_split"}),
+    (2, 4): ({"query_split", "ckv_gather", "token_split"}, {"query_split"}),
+    (1, 8): ({"ckv_gather", "token_split"}, set()),
+    (2, 1): ({"query_split"}, {"query_split"}),
+    (1, 2): ({"ckv_gather"}, set()),
+}
+
+
+@pytest.mark.parametrize("mesh", PICKED)
+def test_what_auto_picks(mesh):
+    model = dataclasses.replace(GLM, record_bytes=1152)
+
+    def picked(history: int, rows: int) -> set[str]:
+        decision = decide(PrefillPolicy(), [history + rows], [rows], model, qsplit=mesh[0], dcp=mesh[1])
+        assert mesh[1] == 1 or decision.merge == ("owner" if rows > 1 else "replicated")
+        return {name for name in SWITCHES if getattr(decision, name)}
+
+    assert [picked(history, T) for history in (0, 8192, S)] == [PICKED[mesh][0]] * 3
+    assert picked(1 << 20, T) == PICKED[mesh][1]
+    assert picked(S, 1) == set()
