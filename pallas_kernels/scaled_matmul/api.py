@@ -42,8 +42,8 @@ def scaled_matmul(
 ) -> jax.Array:
     """Product of rows with a weight, both e4m3 with scales for blocks of the contracted dimension (DeepSeek-V3).
 
-    `out[m, n] = sum_b x_scale[b, m] * weight_scale[n // 128, b] * (x[m, b] . weight[n, b])` over blocks b of 128 columns:
-    each block's product is scaled in float32 and added in float32, as DeepGEMM does. Not differentiable.
+    `out[m, n] = sum_b x_scale[b, m] * weight_scale[n // 128, b] * (x[m, b] . weight[n, b])` over blocks b of 128
+    columns: each block's product is scaled in float32 and added in float32, as DeepGEMM does. Not differentiable.
 
     Args:
       x: Rows [M, K] float8_e4m3fn; K is a multiple of 128.

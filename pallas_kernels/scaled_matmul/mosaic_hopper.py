@@ -7,9 +7,9 @@ consumer warpgroups adds, the other one's products run.
 
 The rows of a group begin anywhere. Tiles begin at the multiple of 8 below, which the copy engine's tiling asks for, and
 rows that belong to a neighbouring group are computed and not stored; sums go from registers to global memory, where a
-row needs no whole tile around it. The list of tiles is made on the device and is as long as the groups need: rows behind
-the last group cost nothing. Column tiles of a row tile are neighbours in the list, so that a weight stays in the L2
-cache while the tiles of its group use it.
+row needs no whole tile around it. The list of tiles is made on the device and is as long as the groups need: rows
+behind the last group cost nothing. Column tiles of a row tile are neighbours in the list, so that a weight stays in the
+L2 cache while the tiles of its group use it.
 
 Tiles of 128 x 256 take the place of DeepGEMM's 128 x 128 with multicast in clusters: a stage of 48 KB feeds the tensor
 cores for 1024 cycles at their peak, which is 48 bytes a cycle and multiprocessor. None of this has been measured.

@@ -1,4 +1,4 @@
-"""Inline code of the block-scaled FP8 product's Hopper kernel: what Pallas cannot say, or says with more instructions."""
+"""Inline code of the block-scaled FP8 product on Hopper: what Pallas cannot say, or says with more instructions."""
 
 import jax.numpy as jnp
 

@@ -16,7 +16,8 @@ def quantize_rows(x: jax.Array, *, power_of_two: bool = False) -> tuple[jax.Arra
     """Quantise rows to e4m3 with one scale for each 128 columns (DeepSeek-V3's activations, "1 x 128").
 
     `scale = max(amax, 1e-10) / 448` and values `x / scale`, rounded to nearest even. A division by a scale that is no
-    power of two may round differently in its last bit on another backend, and with it a value halfway between two codes.
+    power of two may round differently in its last bit on another backend, and with it a value near the middle of two
+    codes.
 
     Args:
       x: Rows [M, K], float32 or bfloat16; K is a multiple of 128.

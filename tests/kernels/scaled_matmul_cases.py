@@ -29,7 +29,7 @@ class Product:
         return int(self.group_sizes.sum())
 
     def expected(self) -> np.ndarray:
-        """Products of the groups' rows [rows of all groups, N] float64: every value times its scale, then multiplied."""
+        """Products of the groups' rows [rows of all groups, N] float64, every value times its scale first."""
         x = self.x.astype(np.float64) * np.repeat(self.x_scale.T.astype(np.float64), BLOCK, axis=1)
         scales = np.repeat(np.repeat(self.weight_scales.astype(np.float64), BLOCK, axis=1), BLOCK, axis=2)
         weights = self.weights.astype(np.float64) * scales[:, : self.weights.shape[1]]
