@@ -15,8 +15,11 @@ from tests.kernels.scaled_matmul_cases import make
 from tests.lowering.topology import assert_fits, compile_for, require_cuda_plugin, target_mesh
 
 
+aot = [pytest.mark.aot, require_cuda_plugin]
+
+
 class TestCompiled:
-    pytestmark = [pytest.mark.aot, require_cuda_plugin]
+    pytestmark = aot
 
     @pytest.mark.parametrize("spec", ARG_SPECS, ids=lambda spec: spec.name)
     def test_fits_without_spills(self, spec, capsys):
