@@ -14,7 +14,6 @@ from pallas_kernels.scaled_matmul.arg_specs import ARG_SPECS
 from tests.kernels.scaled_matmul_cases import make
 from tests.lowering.topology import assert_fits, compile_for, require_cuda_plugin, target_mesh
 
-
 aot = [pytest.mark.aot, require_cuda_plugin]
 
 
