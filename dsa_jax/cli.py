@@ -98,7 +98,10 @@ def _add_model_flags(
 
 
 def _add_weights_flag(parser: argparse.ArgumentParser, default: str) -> None:
-    meaning = "keep block FP8 weights as they are, or dequantise them; auto keeps them unless --dtype is float32"
+    meaning = (
+        "keep block FP8 weights as they are, or dequantise them; auto keeps them unless --dtype is float32."
+        " NVFP4 weights are dequantised, or with fp8 rounded to block FP8"
+    )
     parser.add_argument("--weights", choices=WEIGHTS, default=default, help=meaning)
 
 

@@ -22,6 +22,7 @@ from dsa_jax.config_flash import (
     text_fields,
 )
 from dsa_jax.config_layers import SPARSE, indexer_types, mlp_types
+from dsa_jax.config_quantization import QuantizationConfig, from_hf_quant_config, read_quantization
 from dsa_jax.config_rope import RopeConfig, YarnConfig, read_rope
 from dsa_jax.config_validation import ConfigError, Fields, check_counts, check_plain, check_routing, check_supported
 
@@ -78,20 +79,6 @@ class MoeConfig:
     topk_group: int
     routed_scaling_factor: float
     norm_topk_prob: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizationConfig:
-    """How the checkpoint stores quantized weights.
-
-    Attributes:
-      method: "fp8": e4m3 weights with one float32 `weight_scale_inv` per block. Which weights are quantized is told by
-        the checkpoint's tensors; the list in config.json names modules that do not exist.
-      block: Rows and columns of a block; blocks at the edges may be partial.
-    """
-
-    method: str
-    block: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +226,7 @@ class ModelConfig:
             indexer_types=types,
             mlp_types=mlps,
             eos_token_ids=_eos_token_ids(fields, vocab_size),
-            quantization=_quantization(fields),
+            quantization=read_quantization(fields),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             num_mtp_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
             **extra,
@@ -275,8 +262,7 @@ class ModelConfig:
             raw["eos_token_id"] = raw.get("eos_token_id") if eos is None else eos
         if raw.get("quantization_config") is None and (folder / "hf_quant_config.json").is_file():
             # Exports of NVIDIA's ModelOpt may describe the quantization only there.
-            found = _read_json(folder / "hf_quant_config.json").get("quantization")
-            raise ConfigError(f"{folder}: unknown quantization: hf_quant_config.json has quantization={found!r}")
+            raw["quantization_config"] = from_hf_quant_config(_read_json(folder / "hf_quant_config.json"))
         try:
             return cls.from_dict(raw, latent_norm_eps=latent_norm_eps)
         except ConfigError as error:
@@ -329,28 +315,3 @@ def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ConfigError(f"eos_token_id={value!r} must be ids in [0, vocab_size={vocab_size})")
     return tuple(ids)
-
-
-def _quantization(fields: Fields) -> QuantizationConfig | None:
-    section = fields.section("quantization_config")
-    if section is None:
-        return None
-    method = section.get("quant_method")
-    if method != "fp8":
-        algorithm = f" with quant_algo={section.get('quant_algo')!r}" if section.has("quant_algo") else ""
-        raise ConfigError(
-            f"unknown quantization: {section.label('quant_method')}={method!r}{algorithm}; supported: 'fp8'"
-        )
-    section.refuse_unless("fmt", "e4m3")
-    section.refuse_unless("activation_scheme", "dynamic")
-    section.refuse_unless("scale_fmt", "ue8m0")
-    block = section.get("weight_block_size")
-    if (
-        not isinstance(block, list)
-        or len(block) != 2
-        or any(not isinstance(b, int) or isinstance(b, bool) or b < 1 for b in block)
-    ):
-        raise ConfigError(
-            f"unknown quantization: {section.label('weight_block_size')}={block!r} must be two positive ints"
-        )
-    return QuantizationConfig(method="fp8", block=(block[0], block[1]))

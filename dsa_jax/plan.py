@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsa_jax.batch import Request, Step, StepInputs, build_step
 from dsa_jax.cache import DEFAULT_PAGE_SIZE, CacheGeometry, PagedCache, cache_shapes
 from dsa_jax.config import ModelConfig
-from dsa_jax.fp8_weights import fp8_candidates, fp8_parameters, published_fp8
+from dsa_jax.fp8_weights import declared_quantized, fp8_candidates, fp8_parameters
 from dsa_jax.layers.context import StepOptions
 from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_specs
 from dsa_jax.params import ParamSpec
@@ -38,7 +38,7 @@ class PlanOptions:
       context: Tokens of the prompt.
       chunk_size: Most rows of a step.
       dtype: dtype of activations, and of weights that are not kept in FP8.
-      keep_fp8: Whether the weights of an FP8 checkpoint stay FP8.
+      keep_fp8: Whether the weights of an FP8 checkpoint stay FP8, and those of an NVFP4 one become FP8.
       kv_format: Format of the compressed KV, see `CacheGeometry.for_model`.
       index_format: Format of the index keys.
       page_size: Tokens of a page that each DCP rank holds.
@@ -128,7 +128,8 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh) -> Abst
         )
     model = abstract_model(config, mesh)
     if options.keep_fp8 and config.quantization is not None:
-        kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), published_fp8)
+        quantized = declared_quantized(config.quantization)
+        kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), quantized)
         model = abstract_model(config, mesh, kept)
     arrays = {
         name: jax.ShapeDtypeStruct(

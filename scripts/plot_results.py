@@ -185,7 +185,7 @@ def save(folder: Path, found: dict[str, tuple[list[Report], Callable[[], Any]]])
 
     written = []
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):  # pyright: ignore[reportArgumentType]
         matplotlib.use("svg")
         for name, (reports, draw) in found.items():
             figure = draw()
