@@ -118,7 +118,7 @@ class Model(nnx.Module):
         context = make_context(self.config, inputs, cache.geometry, options)
         x = open_streams(self.embed(inputs.tokens), self.config.hyper_connections)
         ahead = gather_layer(cache.ckv, jnp.int32(0), context) if options.decision.prefetch else None
-        carry = LayerCarry(x, no_selection(x.shape[0], self.config.selected_width), ahead)
+        carry = LayerCarry(x, no_selection(x.shape[0], self.config.selected_width, context), ahead)
         written = []
         for segment, layers in zip(self.plan, self.segments, strict=True):
             carry, outputs = run_segment(segment, layers, carry, context, cache)

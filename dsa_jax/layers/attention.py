@@ -24,18 +24,40 @@ class Selection:
 
     Attributes:
       ids: Positions in the request [T, index_topk] int32, -1 for none.
-      slots: Rows of the buffer that is attended to [T, index_topk] int32, -1 for none.
+      slots: Rows of the buffer that is attended to [T, index_topk] int32, -1 for none; cache slots with `own`.
       count: How many leading slots count [T] int32.
+      own: Which of the step's own records each is [T, index_topk] int32, -1 for none or one of the cache. None where
+        the records are attended to in a buffer that holds all of them.
     """
 
     ids: jax.Array
     slots: jax.Array
     count: jax.Array
+    own: jax.Array | None = None
 
 
 def local_only(context: StepContext) -> bool:
     """Whether a rank attends to the records it holds, for the heads of its whole DCP group."""
     return jax.lax.axis_size(DCP) > 1 and not context.options.decision.ckv_gather
+
+
+def few_rows(rows: int, width: int, context: StepContext) -> bool:
+    """Whether the selected records are fewer than all records, as in decoding: only they are read then."""
+    local = jax.lax.axis_size(DCP) == 1 or local_only(context)
+    return local and rows * width < context.options.ckv_rows
+
+
+def _picked(selection: Selection, context: StepContext) -> Selection:
+    """The selection by cache slot and own record in place of buffer rows, when the selected records are few."""
+    rows, width = selection.slots.shape
+    if not few_rows(rows, width, context):
+        return selection
+
+    def at(values: jax.Array) -> jax.Array:
+        return jnp.where(selection.slots < 0, -1, values[jnp.maximum(selection.slots, 0)])
+
+    slots, own = at(context.ckv.slots), at(context.ckv.own_rows())
+    return dataclasses.replace(selection, slots=slots, own=own)
 
 
 def locate(topk_indices: jax.Array, context: StepContext) -> Selection:
@@ -50,7 +72,7 @@ def locate(topk_indices: jax.Array, context: StepContext) -> Selection:
             interleave=interleave,
             visible=context.visible,
         )
-        return Selection(topk_indices, slots, count)
+        return _picked(Selection(topk_indices, slots, count), context)
     slots = remap(
         topk_indices,
         context.requests,
@@ -59,19 +81,33 @@ def locate(topk_indices: jax.Array, context: StepContext) -> Selection:
         interleave=interleave,
         visible=context.visible,
     )
-    return Selection(topk_indices, slots, jnp.minimum(context.visible, slots.shape[1]))
+    count = jnp.minimum(context.visible, slots.shape[1])
+    return _picked(Selection(topk_indices, slots, count), context)
 
 
-def no_selection(rows: int, width: int) -> Selection:
+def no_selection(rows: int, width: int, context: StepContext) -> Selection:
     """What stands in front of the first full layer."""
     empty = jnp.full((rows, width), -1, jnp.int32)
-    return Selection(empty, empty, jnp.zeros((rows,), jnp.int32))
+    own = empty if few_rows(rows, width, context) else None
+    return Selection(empty, empty, jnp.zeros((rows,), jnp.int32), own)
 
 
 def gather_layer(pages: jax.Array, layer: jax.Array, context: StepContext) -> jax.Array:
     """History of a layer's records on all ranks [ranks, rows, width]."""
     ckv = context.ckv
     return gather_history(lambda slots: read(ckv.fmt, pages, slots, layer=layer), ckv.slots)
+
+
+def _rank_buffer(
+    pages: jax.Array, layer: jax.Array, record: jax.Array, selection: Selection, context: StepContext
+) -> tuple[jax.Array, jax.Array]:
+    """The records that this rank holds and attends to [N, width], and where in them the selected ones are [T, K]."""
+    if selection.own is None:
+        return context.ckv.fill(pages, layer, record), selection.slots
+    picked = selection.slots.reshape(-1), selection.own.reshape(-1)
+    rows = jnp.arange(selection.slots.size, dtype=jnp.int32).reshape(selection.slots.shape)
+    rows = jnp.where((selection.slots < 0) & (selection.own < 0), -1, rows)
+    return context.ckv.pick(pages, layer, record, picked), rows
 
 
 def attend(
@@ -109,9 +145,9 @@ def attend(
     q = q.astype(fmt.dtype) if kv_format is None else q
     arguments = {"softmax_scale": softmax_scale, "kv_lora_rank": fmt.latent, "kv_format": kv_format}
     arguments |= context.options.kernels
-    rows = (selection.slots, selection.count)
     if local_only(context):
-        buffer = context.ckv.fill(pages, layer, record)
+        buffer, slots = _rank_buffer(pages, layer, record, selection, context)
+        rows = (slots, selection.count)
         value_up = value_rows if decision.project_first else None
         if value_up is not None and decision.token_split:
             value_up = jax.lax.all_gather(value_up, QSPLIT, axis=0, tiled=True)
@@ -124,9 +160,10 @@ def attend(
     if jax.lax.axis_size(DCP) > 1:
         history = gather_layer(pages, layer, context) if history is None else history
         buffer = append_chunk(history, record, context.gathered_own)
-        buffer = buffer.reshape(-1, buffer.shape[-1])
+        buffer, slots = buffer.reshape(-1, buffer.shape[-1]), selection.slots
     else:
-        buffer = context.ckv.fill(pages, layer, record)
+        buffer, slots = _rank_buffer(pages, layer, record, selection, context)
+    rows = (slots, selection.count)
 
     def attend_all(q: jax.Array, rows: tuple[jax.Array, jax.Array]) -> jax.Array:
         slots, count = rows

@@ -90,6 +90,29 @@ class KeyBuffer:
         target = jnp.where(self.own < 0, rows + jnp.arange(self.own.shape[0], dtype=jnp.int32), self.own)
         return history.at[target].set(own, mode="drop", wrap_negative_indices=False, unique_indices=True)
 
+    def own_rows(self) -> jax.Array:
+        """Which of the step's own keys each buffer row holds [rows] int32, -1 for history and for no key."""
+        rows = jnp.arange(self.own.shape[0], dtype=jnp.int32)
+        nowhere = jnp.full_like(self.slots, -1)
+        return nowhere.at[self.own].set(rows, mode="drop", wrap_negative_indices=False)
+
+    def pick(
+        self, pages: jax.Array, layer: jax.Array, own: jax.Array, picked: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
+        """Some keys of the step, without a buffer of all.
+
+        Args:
+          pages: The cache, only read.
+          layer: Which layer of it, int32 scalar.
+          own: The step's own records [T, width].
+          picked: Cache slot of each key [N] int32, and which of the own records it is [N] int32; -1 where it is not.
+
+        Returns:
+          [N, width]; 0 where a key is neither.
+        """
+        slots, rows = picked
+        return jnp.where(rows[:, None] < 0, read(self.fmt, pages, slots, layer=layer), own[jnp.maximum(rows, 0)])
+
     def store(self, pages: jax.Array, records: jax.Array) -> jax.Array:
         """Write the own records of all layers [layers, T, width] into the cache."""
         return append(self.fmt, pages, records, self.write)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import shutil
 import subprocess
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 
 from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.lightning_indexer.arg_specs import ARG_SPECS
-from tests.lowering.topology import compile_for, require_cuda_plugin
+from tests.lowering.topology import compile_for, find_ptxas, require_cuda_plugin
 
 pytestmark = [
     pytest.mark.aot,
@@ -19,7 +18,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas on the path")
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize(
     ("capability", "instruction"),
@@ -53,7 +51,7 @@ def test_compiles_without_spills(capability, instruction, heads, tmp_path, monke
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
     report = subprocess.run(
-        ["ptxas", "-v", f"-arch={target[1]}", str(path), "-o", str(tmp_path / "kernel.cubin")],
+        [find_ptxas(capability), "-v", f"-arch={target[1]}", str(path), "-o", str(tmp_path / "kernel.cubin")],
         capture_output=True,
         text=True,
         check=True,

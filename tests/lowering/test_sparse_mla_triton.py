@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import shutil
 import subprocess
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.sparse_mla import sparse_mla
-from tests.lowering.topology import compile_for, require_cuda_plugin
+from tests.lowering.topology import compile_for, find_ptxas, require_cuda_plugin
 
 pytestmark = [
     pytest.mark.aot,
@@ -20,7 +19,6 @@ pytestmark = [
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a block
 
 
-@pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas on the path")
 @pytest.mark.parametrize("out_dtype", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("capability", [80, 89, 100, 120])
 def test_compiles_without_spills(capability, out_dtype, tmp_path, monkeypatch):
@@ -52,7 +50,7 @@ def test_compiles_without_spills(capability, out_dtype, tmp_path, monkeypatch):
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
     report = subprocess.run(
-        ["ptxas", "-v", f"-arch={target[1]}", str(path), "-o", str(tmp_path / "kernel.cubin")],
+        [find_ptxas(capability), "-v", f"-arch={target[1]}", str(path), "-o", str(tmp_path / "kernel.cubin")],
         capture_output=True,
         text=True,
         check=True,

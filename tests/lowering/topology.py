@@ -7,6 +7,7 @@ Needs no driver, only the CUDA plugin wheels of jax (`jax-cuda13-plugin` and `ja
 import dataclasses
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,16 @@ def target_mesh(target: str = "sm_90a", shape: tuple[int, ...] = (1,), names: tu
     """A mesh with auto axes over devices of the target."""
     devices = target_devices(target, int(np.prod(shape)))
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), names)
+
+
+def find_ptxas(capability: int) -> str:
+    """The assembler on the path, or the one that Triton brings for GPUs of this compute capability (90 is 9.0)."""
+    if found := shutil.which("ptxas"):
+        return found
+    import triton
+
+    name = "ptxas-blackwell" if capability >= 100 else "ptxas"
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
 def compile_for(target: str, fn: Callable, *args) -> Compiled:

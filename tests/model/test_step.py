@@ -47,6 +47,17 @@ def test_workspace_bounds_the_temporaries():
     assert temporary_bytes(512, 1 << 26) > 2 * temporary_bytes(512, 1 << 18)
 
 
+@pytest.mark.parametrize("pending", [1, 512])
+def test_decoding_reads_the_selected_records_only(pending):
+    """A decode step makes no buffer of the history's records; a chunk does."""
+    model = load_model("glm52")
+    batch = Batch.from_prompts([[1] * 1024], model, geometry=geometry(model))
+    batch.requests[0].cached = 1024 - pending
+    compiled, step = compiled_step(model, batch)
+    buffer = f"f32[{step.ckv_rows},{batch.geometry.ckv.record_width}]"
+    assert (buffer in compiled.as_text()) == (pending > 1)
+
+
 @pytest.mark.quick
 def test_decode_equals_one_shot_prefill():
     """Feeding a prompt token by token gives the logits and the selections of prefilling it at once."""
