@@ -175,11 +175,9 @@ class OneRope(RopeRing):
         """Ask for what the step has freed."""
         dev.arrive(self.control, Barrier.READ + (step & 1))
         dev.warpgroup_sync()  # all warps have read the slot
-        if left:
+        if left:  # The list is there. RIGHT_DONE would not do: the right side may be two steps on.
             slot, parity = pair(step - 1)
-            dev.wait(self.control, Barrier.RIGHT_DONE + slot, parity)  # the list is there
-        else:
-            dev.arrive(self.control, Barrier.RIGHT_DONE + (step & 1))
+            dev.wait(self.control, Barrier.READ + slot, parity)
         self._copy_latent(step + self.walk.shape.slots, left)
 
     def _copy_rope(self, step):

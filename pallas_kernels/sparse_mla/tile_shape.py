@@ -27,11 +27,11 @@ class Barrier:
 
     LEFT, RIGHT and ROPE say that columns of a step have arrived, P_READY that its weights lie in shared memory (or its
     queries in registers), GO that the scores of the step after are done, RIGHT_DONE that the right side has read the
-    step and has published a later list, READ that both sides have read it, LAST_READY that the reciprocal sums of a
-    tile are there. Records arrive as whole blocks, under the name BLOCK, in place of LEFT.
+    step, READ that both sides have, and in both cases that the list of 4 steps later is there, LAST_READY that the
+    reciprocal sums of a tile are. Records arrive as whole blocks, under the name BLOCK, in place of LEFT.
     """
 
-    LEFT, RIGHT, ROPE, P_READY, GO, RIGHT_DONE, LAST_READY, LISTS_STARTED, READ, COUNT = 0, 3, 6, 8, 10, 12, 14, 15, 16, 18
+    LEFT, RIGHT, ROPE, P_READY, GO, RIGHT_DONE, LAST_READY, LISTS_STARTED, READ = 0, 3, 6, 8, 10, 12, 14, 15, 16
     BLOCK = LEFT
 
     @staticmethod

@@ -49,11 +49,12 @@ class Walk:
         return row_tile, lax.rem(tile, self.shape.splits), lax.div(row_tile, self.shape.tiles_per_list)
 
     def keys_of(self, n):
-        """Where the n-th tile's part of its list starts, and how many keys it has."""
+        """Where the n-th tile's part of its list starts, and how many keys it has; an empty part starts inside too."""
         _, part, listed = self.tile_of(jnp.minimum(n, self.trips - 1))
         whole = self.counts[listed]
         size = lax.div(blocks_of(whole) + self.shape.splits - 1, self.shape.splits) * BLOCK
-        return part * size, jnp.clip(whole - part * size, 0, size)
+        start = jnp.minimum(part * size, jnp.maximum(whole - 1, 0)) if self.shape.splits > 1 else jnp.int32(0)
+        return start, jnp.clip(whole - part * size, 0, size)
 
     def ring(self, step):
         """Slot of a step in the ring of latent columns and the parity of its use."""
