@@ -58,9 +58,9 @@ def sparse_mla(
       out_dtype: float32 or bfloat16; None means q's dtype.
       workspace_bytes: Bound on what is held at once for the call: gathered rows for "reference", reordered lists of
         ids for "mosaic_hopper".
-      implementation: "mosaic_hopper" (bfloat16 rows of 512 or 576 columns on compute capability 9), "triton"
-        (bfloat16, on other NVIDIA GPUs, needs jax_triton) or "reference"; None takes the first that supports the call
-        and the device.
+      implementation: "mosaic_hopper" (rows of 512 or 576 columns, bfloat16 or `fp8_ds_mla` records, on compute
+        capability 9), "triton" (bfloat16, on other NVIDIA GPUs, needs jax_triton) or "reference"; None takes the first
+        that supports the call and the device, and for packed records always "reference".
 
     Returns:
       Output [T, H, kv_lora_rank] and the natural log-sum-exp of the scaled logits [T, H] float32. A row without a
@@ -90,15 +90,19 @@ def sparse_mla(
     q, kv, topk_indices = jnp.asarray(q), jnp.asarray(kv), jnp.asarray(topk_indices)
 
     listed = topk_indices.shape[1]
-    packed = None if kv_format is None else f"it does not read packed records ({kv_format.name})"
+    packed = None if kv_format is None else f"it does not read records ({kv_format.name})"
+    # Reading packed records compiles but has not run on a GPU yet: only its name chooses it.
+    is_packed = kv_format is not None and kv_format.encoding != "plain"
+    unproven = "its reading of packed records must be asked for by name" if is_packed else None
+    on_hopper = dispatch.needs_compute_capability(9)
 
     chosen = dispatch.resolve(
         OP,
         implementation,
         {
             "mosaic_hopper": (
-                lambda: packed or plan.unsupported(q, kv, listed, softmax_scale, kv_lora_rank),
-                dispatch.needs_compute_capability(9),
+                lambda: plan.unsupported(q, kv, listed, softmax_scale, kv_lora_rank, kv_format),
+                lambda: unproven or on_hopper(),
             ),
             "triton": (
                 lambda: packed or _why_not_triton(q, kv, listed, kv_lora_rank),
@@ -114,6 +118,7 @@ def sparse_mla(
             topk_indices,
             softmax_scale=softmax_scale,
             num_valid=num_valid,
+            kv_format=kv_format,
             out_dtype=out_dtype,
             workspace_bytes=workspace_bytes,
         )

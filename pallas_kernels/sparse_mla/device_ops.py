@@ -169,11 +169,12 @@ def wait(ctx, barriers, index, parity):
     )
 
 
-def warp_arrive(address):
-    """One arrival for each warp, after everything its lanes did before."""
+def warp_arrive(address, count: int = 1):
+    """`count` arrivals for each warp, after everything its lanes did before."""
     asm(None, [], "bar.warp.sync 0xffffffff;", "~{memory}")
     leader = arith.cmpi(Pred.eq, arith.remui(mgpu_utils.thread_idx(), const(32)), const(0))
-    asm(None, [address, leader], "@$1 mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", "r,b,~{memory}")
+    code = f"@$1 mbarrier.arrive.release.cta.shared::cta.b64 _, [$0]{f', {count}' if count > 1 else ''};"
+    asm(None, [address, leader], code, "r,b,~{memory}")
 
 
 @inline(arg_types=(REF, SCALAR))

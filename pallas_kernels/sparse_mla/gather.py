@@ -1,6 +1,7 @@
 """The gather of the sparse MLA kernel: reading lists ahead, and cp.async copies of listed rows into swizzled memory."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -15,11 +16,11 @@ from pallas_kernels.sparse_mla.tile_shape import (
     BITS,
     BITS_OF_STEP,
     BLOCK,
+    CHUNK,
     IDS,
     LATENT,
     LISTS_AHEAD,
     QUERY_FLAG,
-    SLOTS,
     Barrier,
     TileShape,
 )
@@ -110,8 +111,72 @@ def publisher(shape: TileShape):
 
 
 @dataclasses.dataclass(frozen=True)
+class Columns:
+    """Some 64-column chunks of rows, and where they go in a slot of shared memory."""
+
+    first: int
+    count: int
+    target: int
+    target_chunks: int
+    ahead: int | None = None  # a chunk that a later copy will want soon: it is brought to the L2 cache
+
+
+def _copy_rows(columns: Columns, row_bytes: int, kv, q, step, target, slot, control, tid=None):
+    """8 threads a row, 16 bytes each a chunk: unit u of row r lies at unit u ^ (r % 8) of its 128 bytes."""
+    tid = dev.thread() if tid is None else tid
+    unit = arith.remui(tid, dev.const(8))
+    row = arith.divui(tid, dev.const(8))
+    in_tile = arith.remui(row, dev.const(8))
+    to = arith.addi(dev.shared_address(target), arith.muli(slot, dev.const(BLOCK * columns.target_chunks * 128)))
+    to = arith.addi(to, arith.muli(arith.divui(row, dev.const(8)), dev.const(columns.target_chunks * TILE_BYTES)))
+    to = arith.addi(to, arith.muli(in_tile, dev.const(128)))
+    to = arith.addi(to, arith.muli(arith.xori(unit, in_tile), dev.const(16)))
+    listed = arith.muli(arith.andi(step, dev.const(LISTS_AHEAD - 1)), dev.const(BLOCK))
+    ids = dev.offset(mgpu_utils.memref_ptr(control), arith.addi(arith.addi(listed, row), dev.const(IDS)), dev.i32())
+    kv, q = dev.global_pointer(kv), dev.global_pointer(q)
+    rows = [llvm.load(dev.i32(), dev.offset(ids, dev.const(16 * p), dev.i32())) for p in range(PASSES)]
+    for p, found in enumerate(rows):
+        real = arith.cmpi(Pred.sge, found, dev.const(0))
+        size = arith.select(real, dev.const(16), dev.const(0))
+        flagged = arith.andi(found, dev.const(QUERY_FLAG))
+        source = arith.select(arith.cmpi(Pred.ne, flagged, dev.const(0)), q, kv)
+        at = arith.select(real, arith.andi(found, dev.const(QUERY_FLAG - 1)), dev.const(0))
+        at = arith.addi(
+            arith.muli(dev.widen(at), mgpu.c(row_bytes, dev.i64())), dev.widen(arith.muli(unit, dev.const(16)))
+        )
+        start = dev.offset(source, at, _byte())
+        if columns.ahead is not None:
+            first = arith.andi(real, arith.cmpi(Pred.eq, unit, dev.const(0)))
+            later = dev.offset(start, dev.const(columns.ahead * 128), _byte())
+            dev.asm(None, [later, first], "@$1 prefetch.global.L2 [$0];", "l,b")
+        for chunk in range(columns.count):
+            there = arith.addi(to, dev.const((p * 2 * columns.target_chunks + columns.target + chunk) * TILE_BYTES))
+            here = dev.offset(start, dev.const((columns.first + chunk) * 128), _byte())
+            dev.asm(None, [there, here, size], "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "r,l,r")
+
+
+def _arrive_when_copied(control, barrier: int, slot):
+    """This thread arrives on the barrier of the slot once its copies so far have landed."""
+    address = arith.addi(dev.shared_address(control), arith.muli(arith.addi(slot, dev.const(barrier)), dev.const(8)))
+    dev.asm(None, [address], "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r")
+
+
+COPY_TYPES = (dev.REF, dev.REF, dev.SCALAR, dev.SCALAR, dev.TILED_REF, dev.REF)
+
+
+def _copy(columns: Columns, row_bytes: int, barrier: int):
+    @dev.inline(arg_types=COPY_TYPES)
+    def copy(ctx, kv, q, step, slot, target, control):
+        step, slot = dev.scalar(step), dev.scalar(slot)
+        _copy_rows(columns, row_bytes, kv, q, step, target, slot, control)
+        _arrive_when_copied(control, barrier, slot)
+
+    return copy
+
+
+@dataclasses.dataclass(frozen=True)
 class Copies:
-    """Inline functions `(kv, q, step, target, control)` that copy some columns of the rows of a step."""
+    """Inline functions `(kv, q, step, slot, target, control)` that copy some columns of the rows of a step to a slot."""
 
     left: Callable
     right: Callable
@@ -119,84 +184,33 @@ class Copies:
 
 
 def row_copies(shape: TileShape) -> Copies:
-    """Copies of the two halves of the latent columns into the ring of 3, and of the rope into the ring of 2."""
-    row_bytes = 2 * shape.width
+    """Copies of the two halves of the latent columns into the ring, and of the rope columns into theirs."""
+    whole = LATENT // CHUNK
+    half, ropes = whole // 2, shape.width // CHUNK - whole
+    make = functools.partial(_copy, row_bytes=2 * shape.width)
+    return Copies(
+        left=make(Columns(0, half, 0, whole, whole if shape.rope else None), barrier=Barrier.LEFT),
+        right=make(Columns(half, half, half, whole), barrier=Barrier.RIGHT),
+        rope=make(Columns(whole, ropes, 0, 1), barrier=Barrier.ROPE),
+    )
 
-    def copy(kv, q, step, target, control, first_chunk, chunks, target_chunk, target_chunks, slot, barrier, ahead=None):
-        """8 threads a row, 16 bytes each a chunk: unit u of row r lies at unit u ^ (r % 8) of its 128 bytes.
 
-        `ahead` names a chunk that a later copy will want soon: it is brought to the L2 cache.
-        """
-        tid = dev.thread()
-        unit = arith.remui(tid, dev.const(8))
-        row = arith.divui(tid, dev.const(8))
-        in_tile = arith.remui(row, dev.const(8))
-        to = arith.addi(dev.shared_address(target), arith.muli(slot, dev.const(BLOCK * target_chunks * 128)))
-        to = arith.addi(to, arith.muli(arith.divui(row, dev.const(8)), dev.const(target_chunks * TILE_BYTES)))
-        to = arith.addi(to, arith.muli(in_tile, dev.const(128)))
-        to = arith.addi(to, arith.muli(arith.xori(unit, in_tile), dev.const(16)))
-        listed = arith.muli(arith.andi(step, dev.const(LISTS_AHEAD - 1)), dev.const(BLOCK))
-        ids = dev.offset(mgpu_utils.memref_ptr(control), arith.addi(arith.addi(listed, row), dev.const(IDS)), dev.i32())
-        kv, q = dev.global_pointer(kv), dev.global_pointer(q)
-        rows = [llvm.load(dev.i32(), dev.offset(ids, dev.const(16 * p), dev.i32())) for p in range(PASSES)]
-        for p, found in enumerate(rows):
-            real = arith.cmpi(Pred.sge, found, dev.const(0))
-            size = arith.select(real, dev.const(16), dev.const(0))
-            flagged = arith.andi(found, dev.const(QUERY_FLAG))
-            source = arith.select(arith.cmpi(Pred.ne, flagged, dev.const(0)), q, kv)
-            at = arith.select(real, arith.andi(found, dev.const(QUERY_FLAG - 1)), dev.const(0))
-            at = arith.addi(
-                arith.muli(dev.widen(at), mgpu.c(row_bytes, dev.i64())), dev.widen(arith.muli(unit, dev.const(16)))
-            )
-            start = dev.offset(source, at, _byte())
-            if ahead is not None:
-                first = arith.andi(real, arith.cmpi(Pred.eq, unit, dev.const(0)))
-                later = dev.offset(start, dev.const(ahead * 128), _byte())
-                dev.asm(None, [later, first], "@$1 prefetch.global.L2 [$0];", "l,b")
-            for chunk in range(chunks):
-                there = arith.addi(to, dev.const((p * 2 * target_chunks + target_chunk + chunk) * TILE_BYTES))
-                here = dev.offset(start, dev.const((first_chunk + chunk) * 128), _byte())
-                dev.asm(None, [there, here, size], "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "r,l,r")
-        address = arith.addi(
-            dev.shared_address(control), arith.muli(arith.addi(slot, dev.const(barrier)), dev.const(8))
-        )
-        dev.asm(None, [address], "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r")
+def query_copy(shape: TileShape):
+    """Inline function `(q, step, slot, ring, ropes, control)`: all columns of a step that is the queries of a tile."""
+    whole = LATENT // CHUNK
 
-    types = (dev.REF, dev.REF, dev.SCALAR, dev.TILED_REF, dev.REF)
-    chunks = LATENT // 64
+    @dev.inline(arg_types=(dev.REF, dev.SCALAR, dev.SCALAR, dev.TILED_REF, dev.TILED_REF, dev.REF))
+    def copy(ctx, q, step, slot, ring, ropes, control):
+        step, slot = dev.scalar(step), dev.scalar(slot)
+        # Once a tile: addresses must not be made ahead and take registers from the loop over keys.
+        tid = arith.remui(dev.asm(dev.i32(), [], "mov.u32 $0, %tid.x;", "=r"), dev.const(dev.WARPGROUP))
+        _copy_rows(Columns(0, whole, 0, whole), 2 * shape.width, q, q, step, ring, slot, control, tid)
+        if shape.rope:
+            _copy_rows(Columns(whole, 1, 0, 1), 2 * shape.width, q, q, step, ropes, slot, control, tid)
+        dev.asm(None, [], "cp.async.commit_group;", "~{memory}")
+        _arrive_when_copied(control, Barrier.BLOCK, slot)
 
-    @dev.inline(arg_types=types)
-    def left(ctx, kv, q, step, ring, control):
-        step = dev.scalar(step)
-        slot = arith.remui(step, dev.const(SLOTS))
-        copy(
-            kv,
-            q,
-            step,
-            ring,
-            control,
-            0,
-            chunks // 2,
-            0,
-            chunks,
-            slot,
-            Barrier.LEFT,
-            ahead=chunks if shape.width > LATENT else None,
-        )
-
-    @dev.inline(arg_types=types)
-    def right(ctx, kv, q, step, ring, control):
-        step = dev.scalar(step)
-        slot = arith.remui(step, dev.const(SLOTS))
-        copy(kv, q, step, ring, control, chunks // 2, chunks // 2, chunks // 2, chunks, slot, Barrier.RIGHT)
-
-    @dev.inline(arg_types=types)
-    def rope(ctx, kv, q, step, ropes, control):
-        step = dev.scalar(step)
-        slot = arith.andi(step, dev.const(1))
-        copy(kv, q, step, ropes, control, chunks, shape.width // 64 - chunks, 0, 1, slot, Barrier.ROPE)
-
-    return Copies(left, right, rope)
+    return copy
 
 
 @dev.inline(arg_types=())

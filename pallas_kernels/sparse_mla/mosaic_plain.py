@@ -15,7 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sparse_mla import device_ops as dev
 from pallas_kernels.sparse_mla.mosaic_hopper import NO_MAXIMUM
-from pallas_kernels.sparse_mla.tile_shape import BLOCK, ROPE, SLOTS, TILE_ROWS
+from pallas_kernels.sparse_mla.tile_shape import BLOCK, ROPE, TILE_ROWS
+
+SLOTS = 3  # blocks of latent columns in flight
 
 
 @functools.lru_cache(maxsize=16)

@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ckv_records.formats import RecordFormat
 from pallas_kernels.sparse_mla import mosaic_hopper, union
 from pallas_kernels.sparse_mla.tile_shape import BLOCK, LATENT, TILE_ROWS, WIDTH, TileShape
 from pallas_kernels.tiling import map_row_tiles, rows_per_tile
 
+PACKED = "fp8_ds_mla"  # the encoding of records that the kernel reads
 MIN_HEADS = 8
 MAX_ROWS = 1 << 30  # of the cache or the flattened queries: ids carry a flag above
 MAX_LIST = 1 << 24
@@ -74,9 +76,15 @@ def choose_plan(rows: int, heads: int, k: int, blocks: int = mosaic_hopper.Confi
     return Plan(group, splits, group > 1 or (can_order and tiles >= MIN_TILES_FOR_ORDER))
 
 
-def unsupported(q: jax.Array, kv: jax.Array, k: int, softmax_scale: float, kv_lora_rank: int) -> str | None:
+def unsupported(
+    q: jax.Array, kv: jax.Array, k: int, softmax_scale: float, kv_lora_rank: int, kv_format: RecordFormat | None
+) -> str | None:
     """Why the kernel cannot run this call, or None."""
     rows, heads, width = q.shape
+    if kv_format is not None and kv_format.encoding not in ("plain", PACKED):
+        return f"it reads records of {PACKED}, not of {kv_format.name}"
+    if kv_format is not None and kv_format.encoding == "plain" and kv.dtype != q.dtype:
+        return f"it takes rows of {q.dtype.name}, not of {kv.dtype.name}"
     if q.dtype != jnp.bfloat16:
         return f"it takes bfloat16, not {q.dtype.name}"
     if kv_lora_rank != LATENT or width not in (LATENT, WIDTH):
@@ -101,6 +109,7 @@ def sparse_mla(
     num_valid: jax.Array | None,
     out_dtype: jnp.dtype,
     workspace_bytes: int,
+    kv_format: RecordFormat | None = None,
     plan: Plan | None = None,
     config: mosaic_hopper.Config | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -110,10 +119,12 @@ def sparse_mla(
     if num_valid is None:
         num_valid = jnp.full((rows,), k, jnp.int32)
     chosen = plan or choose_plan(rows, q.shape[1], k)
+    packed = kv_format is not None and kv_format.encoding == PACKED
+    config = config or (mosaic_hopper.RECORDS_CONFIG if packed else mosaic_hopper.Config())
 
     def attend(tile):
         q, ids, num_valid = tile
-        return _attend(q, ids, num_valid, kv, softmax_scale, out_dtype, chosen, config or mosaic_hopper.Config())
+        return _attend(q, ids, num_valid, kv, softmax_scale, out_dtype, chosen, config, packed)
 
     tile = rows
     if chosen.ordered:
@@ -122,7 +133,7 @@ def sparse_mla(
     return map_row_tiles(attend, (q, topk_indices, num_valid), tile)
 
 
-def _attend(q, ids, num_valid, kv, softmax_scale, out_dtype, plan: Plan, config: mosaic_hopper.Config):
+def _attend(q, ids, num_valid, kv, softmax_scale, out_dtype, plan: Plan, config: mosaic_hopper.Config, packed: bool):
     rows, heads, width = q.shape
     k = ids.shape[1]
     whole = padded_heads(heads)
@@ -143,6 +154,7 @@ def _attend(q, ids, num_valid, kv, softmax_scale, out_dtype, plan: Plan, config:
         splits=plan.splits,
         masked=plan.group > 1,
         width=width,
+        packed=packed,
     )
     partial_dtype = "float32" if plan.splits > 1 else jnp.dtype(out_dtype).name
     kernel = mosaic_hopper.build(shape, float(softmax_scale), partial_dtype, config)

@@ -17,7 +17,6 @@ from pallas_kernels.sparse_mla.tile_shape import (
     FACTORS,
     LATENT,
     LISTS_AHEAD,
-    SLOTS,
     TILE_ROWS,
     TileShape,
 )
@@ -54,10 +53,10 @@ def _members(control, step, heads: int):
     return first, words(1) if heads < 16 else first
 
 
-def _clear_nonfinite(ring, step):
+def _clear_nonfinite(ring, step, slots: int):
     """Set the infinities and NaN of the block's values to 0, so that a weight of 0 hides them from other rows."""
     _, lane, _ = _position()
-    slot = arith.remui(step, dev.const(SLOTS))
+    slot = arith.remui(step, dev.const(slots))
     base = arith.addi(dev.shared_address(ring), arith.muli(slot, dev.const(BLOCK * LATENT * 2)))
     pointer = llvm.inttoptr(llvm.PointerType.get(address_space=3), base)
     with dev.loop(dev.const(0), dev.const(BLOCK), dev.const(1)) as key:
@@ -104,7 +103,7 @@ def block_step(shape: TileShape, log2_scale: float):
             poison = dev.tree(sums, arith.addf)
             seen = dev.ballot(arith.cmpf(arith.CmpFPredicate.UNO, poison, poison))
             with mgpu_utils.when(arith.cmpi(Pred.ne, seen, dev.const(0))):
-                _clear_nonfinite(ring, step)
+                _clear_nonfinite(ring, step, shape.slots)
         for tile in range(BLOCK // 8):
             for e in range(2):
                 ok = None

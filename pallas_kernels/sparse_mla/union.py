@@ -23,7 +23,7 @@ WARPGROUPS = 4
 THREADS = WARPGROUPS * dev.WARPGROUP
 WARPS = THREADS // 32
 MAX_CHUNK = 1 << 18  # keys of one bitmap; a longer cache takes several passes
-MAX_ENTRIES = 16384  # of a list, so that it fits shared memory
+MAX_ENTRIES = 20480  # of a list, so that it fits shared memory: 8 rows of up to 2560 ids
 UNROLL = 4
 Pred = arith.CmpIPredicate
 
