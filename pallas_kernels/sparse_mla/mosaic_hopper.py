@@ -199,7 +199,10 @@ def _scores(parts: Parts, feed: feeds.RopeRing, q_rest, lse):
 
 @dataclasses.dataclass(frozen=True)
 class Lists:
-    """The lists, read some steps ahead by one warpgroup. A cursor is the next step's tile, block, keys and the tile after's."""
+    """The lists, read some steps ahead by one warpgroup.
+
+    A cursor is the next step's tile, block, keys and the tile after's.
+    """
 
     parts: Parts
     walk: Walk
@@ -330,8 +333,8 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
         pl.when(wg == 1)(lambda: _outputs(parts, feed, all_lists, out, True))
         pl.when(wg == 2)(lambda: _outputs(parts, feed, all_lists, out, False))
         if shape.packed:
-            registers = config.record_registers
-            pl.when(wg == 3)(lambda: record_reader.run(walk, registers, kv, q, ring, ropes, *raw, control))
+            registers, (unread,) = config.record_registers, raw
+            pl.when(wg == 3)(lambda: record_reader.run(walk, registers, kv, q, ring, ropes, unread, control))
 
     rows = shape.splits * shape.queries
     return plgpu.kernel(

@@ -490,7 +490,7 @@ def _unsigned(a):
 
 def _wrap(value, dtype):
     """The result as unsigned bits of the operands' width; floats and bools stay."""
-    if dtype == bool or dtype == np.float32:
+    if np.dtype(dtype) in (np.dtype(bool), np.dtype(np.float32)):
         return value
     return _unsigned(value.astype(dtype))
 

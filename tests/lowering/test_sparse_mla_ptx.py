@@ -176,7 +176,9 @@ def name(x):
     return f"{x.schedule}-{x.heads}-{x.width}-{x.splits}" if isinstance(x, Problem) else "late" if x else "at_once"
 
 
-@pytest.mark.parametrize(("problem", "lazy"), [(p, True) for p in PROBLEMS] + [(p, False) for p in PROBLEMS[3:6]], ids=name)
+@pytest.mark.parametrize(
+    ("problem", "lazy"), [(p, True) for p in PROBLEMS] + [(p, False) for p in PROBLEMS[3:6]], ids=name
+)
 def test_equals_float64_in_any_order_of_warps(problem, lazy):
     kv, values, q, ids = inputs(problem)
     out, lse = merged(*run(problem, kv, q, ids, lazy=lazy, seed=int(lazy)))
