@@ -118,15 +118,12 @@ def ignored_tensors(config: ModelConfig) -> Callable[[str], bool]:
     These are the multi-token-prediction layers behind the last layer, the rotary tables of old exports, a copy of tied
     embeddings, the vision tower of a model of text and images, and the scales of a cache that NVFP4 checkpoints bring.
     """
-    mtp = _mtp_prefixes(config)
-    vision = config.model_type == "glm5_next"
+    mtp, vision = _mtp_prefixes(config), _vision_prefix(config)
     cache_scales = (".k_scale", ".v_scale") if is_nvfp4(config) else ()
 
     def ignored(name: str) -> bool:
         tied = config.tie_word_embeddings and name == "lm_head.weight"
-        if tied or name.endswith("rotary_emb.inv_freq") or (vision and name.startswith("model.visual.")):
-            return True
-        return name.endswith(cache_scales) or name.startswith(mtp)
+        return tied or name.endswith(("rotary_emb.inv_freq", *cache_scales)) or name.startswith((*mtp, *vision))
 
     return ignored
 
@@ -136,23 +133,28 @@ def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"{config.tensor_prefix}layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
 
 
+def _vision_prefix(config: ModelConfig) -> tuple[str, ...]:
+    """Beginning of the names of the vision tower's tensors, for models that have one."""
+    return ("model.visual.",) if config.model_type == "glm5_next" else ()
+
+
 def _check_unread(path: str | Path, config: ModelConfig) -> None:
-    """Say which tensors are left out: one line for multi-token prediction, one for all others, if there are any.
+    """Say which tensors are left out: a line for multi-token prediction, for the vision tower, and for all others.
 
     Raises:
       CheckpointError: The embeddings are tied to a head that is stored and is another one.
     """
     if config.tie_word_embeddings:
         checkpoint.check_tied_head(path, f"{config.tensor_prefix}embed_tokens.weight")
-    ignored, mtp = ignored_tensors(config), _mtp_prefixes(config)
-    names = list(filter(ignored, checkpoint.tensor_names(path)))
-    predicting = [name for name in names if name.startswith(mtp)]
-    if predicting:
+    ignored, mtp, vision = ignored_tensors(config), _mtp_prefixes(config), _vision_prefix(config)
+    names = sorted(filter(ignored, checkpoint.tensor_names(path)))
+    if predicting := [name for name in names if name.startswith(mtp)]:
         layers = {name.removeprefix(config.tensor_prefix).split(".")[1] for name in predicting}
         listed = ", ".join(sorted(layers, key=int))
         _log.info("skipped %d tensors of multi-token prediction (layer %s)", len(predicting), listed)
-    others = sorted(name for name in names if not name.startswith(mtp))
-    if others:
+    if seeing := [name for name in names if name.startswith(vision)]:
+        _log.info("skipped %d tensors of the vision tower (%s*)", len(seeing), *vision)
+    if others := [name for name in names if not name.startswith((*mtp, *vision))]:
         _log.info("skipped %d tensors that the model does not use, %s first", len(others), others[0])
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -19,6 +20,8 @@ from dsa_jax.sampling import SamplingConfig, request_keys, sample
 from dsa_jax.step import Execution, StepRunner
 from pallas_kernels.checks import check_positive
 from sharding.mesh import DATA
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +142,11 @@ class Engine:
         slots = pages if self.cache.slots is None else slots
         self.free_slots = [list(range(slots)) for _ in range(model.mesh.shape[DATA])]
         self.prefix_reuse = self.options.prefix_reuse and model.config.kda is None
+        if self.options.prefix_reuse and not self.prefix_reuse:
+            _log.info(
+                "prompts do not reuse the pages of a common beginning: the model has linear attention,"
+                " and pages do not hold the state that the beginning leaves behind"
+            )
         self.runner = StepRunner(model, self.options.execution)
         self.allocators = [PageAllocator(pages, self.geometry.tokens_per_page) for _ in range(model.mesh.shape[DATA])]
         self.waiting: collections.deque[_Sequence] = collections.deque()

@@ -29,9 +29,9 @@ def poisoned(cache: PagedCache) -> PagedCache:
     return jax.tree.map(fill, cache)
 
 
-def foreign_cache(model: Model, geometry: CacheGeometry, pages: int) -> PagedCache:
-    """A new cache, poisoned."""
-    return poisoned(init_cache(model.config, geometry, pages, model.mesh))
+def foreign_cache(model: Model, geometry: CacheGeometry, pages: int, requests: int = 1) -> PagedCache:
+    """A new cache, poisoned, states included."""
+    return poisoned(init_cache(model.config, geometry, pages, model.mesh, requests=requests))
 
 
 def paged_batch(model: Model, prompts: list[list[int]], geometry: CacheGeometry, seed: int, room: int = ROOM) -> Batch:
