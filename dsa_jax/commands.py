@@ -64,7 +64,7 @@ def _load(args: argparse.Namespace) -> Model:
     config = ModelConfig.from_folder(args.checkpoint, latent_norm_eps=args.latent_norm_eps)
     tp = default_tp(config, len(jax.devices()) // args.data) if args.tp is None else args.tp
     mesh = make_mesh(tp=tp, dcp=args.dcp, data=args.data)
-    options = {"weights": args.weights, "latent_norm_eps": args.latent_norm_eps}
+    options = {"weights": args.weights, "fp8_matmul": args.fp8_matmul, "latent_norm_eps": args.latent_norm_eps}
     return from_pretrained(args.checkpoint, mesh, args.dtype, progress=True, **options)
 
 
