@@ -184,14 +184,16 @@ def build_parser() -> argparse.ArgumentParser:
 def _messages_on_stderr() -> Iterator[None]:
     """Show what the package has to say while a command runs, such as which weights it skipped."""
     logger, handler = logging.getLogger("dsa_jax"), logging.StreamHandler(sys.stderr)
-    level = logger.level
+    level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # A library may give the root logger a handler, which would say all of it again.
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @contextlib.contextmanager
