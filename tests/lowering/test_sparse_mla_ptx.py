@@ -154,8 +154,10 @@ def inputs(problem: Problem, seed=0):
     ids = np.stack([rng.permutation(KEYS - 1)[: problem.k] for _ in range(problem.rows)]).astype(np.int32)
     ids[rng.random(ids.shape) < 0.05] = -1
     ids[0, 3], ids[0, 5] = KEYS, np.iinfo(np.int32).max
-    if problem.rows > 2:
-        ids[1] = -1 if problem.shape.masked else -2  # a list without entries, or a row that selects nothing
+    if problem.shape.masked:
+        ids[1], ids[4:8] = -1, -1  # a row that selects nothing, and a list without entries
+    elif problem.rows > 2:
+        ids[1:3] = -2  # lists without entries
     return kv, values, q, ids
 
 
@@ -176,7 +178,9 @@ def name(x):
     return f"{x.schedule}-{x.heads}-{x.width}-{x.splits}" if isinstance(x, Problem) else "late" if x else "at_once"
 
 
-@pytest.mark.parametrize(("problem", "lazy"), [(p, True) for p in PROBLEMS] + [(p, False) for p in PROBLEMS[3:6]], ids=name)
+@pytest.mark.parametrize(
+    ("problem", "lazy"), [(p, True) for p in PROBLEMS] + [(p, False) for p in PROBLEMS[3:6]], ids=name
+)
 def test_equals_float64_in_any_order_of_warps(problem, lazy):
     kv, values, q, ids = inputs(problem)
     out, lse = merged(*run(problem, kv, q, ids, lazy=lazy, seed=int(lazy)))
