@@ -35,7 +35,7 @@ $(BIN)/.installed: pyproject.toml
 demo: $(BIN)/.installed
 	rm -rf $(DEMO)
 	$(BIN)/dsa-jax tiny $(DEMO) --family glm52
-	JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 $(BIN)/dsa-jax generate $(DEMO) --tp 8 \
+	JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 $(BIN)/dsa-jax generate $(DEMO) --tp 8 --dcp 2 --dtype float32 \
 		--prompt-ids '[[11, 42, 7, 99, 3, 150, 23, 8], [5, 6, 7]]' --max-new-tokens 32 --ignore-eos
 
 lint: $(BIN)/.installed

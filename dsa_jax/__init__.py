@@ -8,10 +8,10 @@ from dsa_jax.api import convert, from_pretrained
 from dsa_jax.cache import CacheGeometry, PagedCache
 from dsa_jax.config import ConfigError, ModelConfig
 from dsa_jax.engine import Engine, EngineOptions, TokenEvent
-from dsa_jax.generate import GenerateOptions, Generation, generate, stream
+from dsa_jax.generate import GenerateOptions, Generation, NonFiniteError, generate, stream
 from dsa_jax.model import Model
 from dsa_jax.page_allocator import OutOfPagesError
-from dsa_jax.prefill import Batch, PrefillResult, prefill
+from dsa_jax.prefill import Batch, NonFiniteWarning, PrefillResult, prefill
 from dsa_jax.safetensors_headers import CheckpointError
 from dsa_jax.sampling import SamplingConfig
 from dsa_jax.step import Execution, StepRunner
@@ -34,6 +34,8 @@ __all__ = [
     "Generation",
     "Model",
     "ModelConfig",
+    "NonFiniteError",
+    "NonFiniteWarning",
     "OutOfPagesError",
     "PagedCache",
     "PrefillPolicy",

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +41,15 @@ def from_pretrained(
     """Load a model straight into sharded arrays.
 
     Args:
-      path: A Hugging Face folder (config.json, *.safetensors, BF16 or block FP8), or one that `dsa-jax convert` wrote.
+      path: A Hugging Face folder (config.json, *.safetensors, BF16, block FP8 or NVFP4), or one that `dsa-jax convert`
+        wrote.
       mesh: Mesh with axes ("data", "qsplit", "dcp"), see `sharding.mesh.make_mesh`; None takes the most local devices
         that divide the heads, all for TP.
       dtype: bfloat16 or float32; None means bfloat16.
       weights: "fp8" keeps the block FP8 weights of a checkpoint as they are in device memory, and dequantises them
         where they are multiplied; "dequantized" does so once, while loading; "auto" keeps them unless dtype is float32.
-        A native checkpoint decided when it was converted.
+        NVFP4 weights become block FP8 with "fp8", which rounds them once more, and are dequantised otherwise. A native
+        checkpoint decided when it was converted.
       latent_norm_eps: eps of the norms behind q_a_proj and kv_a_proj; see `dsa_jax.config.ModelConfig`.
       progress: Whether to show a progress bar on stderr.
 
@@ -56,7 +58,8 @@ def from_pretrained(
 
     Raises:
       ValueError: The config is unsupported or contradictory, a tensor is missing, misshapen or truncated, the heads do
-        not divide by TP, the dtype is none of the two, or `weights` asks for what the checkpoint does not hold.
+        not divide by TP, the dtype is none of the two, `weights` asks for what the checkpoint does not hold, or the
+        config ties the embeddings and the checkpoint stores another `lm_head.weight` (which transformers 5 would use).
     """
     dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
@@ -68,9 +71,9 @@ def from_pretrained(
     specs = parameter_specs(model)
     if checkpoint.is_native(path):
         return fill_parameters(model, checkpoint.load_native(path, specs, mesh, dtype, progress=progress))
-    _log_skipped(path, config)
+    _check_unread(path, config)
     arrays = checkpoint.load_safetensors(
-        path, specs, mesh, dtype, ignored=ignored_tensors(config), block_size=block_size(config), progress=progress
+        path, specs, mesh, dtype, ignored=ignored_tensors(config), progress=progress, **stored_as(config)
     )
     return fill_parameters(model, arrays)
 
@@ -93,28 +96,34 @@ def _fp8_parameters(
     if native:
         kept = checkpoint.native_fp8(path, candidates)
     else:
-        kept = fp8_parameters(candidates, specs, checkpoint.fp8_tensors(path).__contains__)
+        quantized = checkpoint.fp8_tensors(path)
+        if weights == "fp8" and is_nvfp4(config):
+            quantized |= checkpoint.nvfp4_tensors(path)
+        kept = fp8_parameters(candidates, specs, quantized.__contains__)
     if weights == "fp8" and not kept:
-        raise ValueError(f"weights='fp8': {path} holds no FP8 weights")
+        raise ValueError(f"weights='fp8': {path} holds no FP8 or NVFP4 weights")
     if weights == "dequantized" and kept:
         raise ValueError(f"weights='dequantized': {path} was converted with FP8 weights; convert it again without")
     return kept
+
+
+def is_nvfp4(config: ModelConfig) -> bool:
+    """Whether the checkpoint's configuration declares NVFP4."""
+    return config.quantization is not None and config.quantization.method == "nvfp4"
 
 
 def ignored_tensors(config: ModelConfig) -> Callable[[str], bool]:
     """Predicate of the tensors that a checkpoint may hold and the model does not use.
 
     These are the multi-token-prediction layers behind the last layer, the rotary tables of old exports, a copy of tied
-    embeddings, and the vision tower of a model of text and images.
+    embeddings, the vision tower of a model of text and images, and the scales of a cache that NVFP4 checkpoints bring.
     """
-    mtp = _mtp_prefixes(config)
-    vision = config.model_type == "glm5_next"
+    mtp, vision = _mtp_prefixes(config), _vision_prefix(config)
+    cache_scales = (".k_scale", ".v_scale") if is_nvfp4(config) else ()
 
     def ignored(name: str) -> bool:
         tied = config.tie_word_embeddings and name == "lm_head.weight"
-        if tied or name.endswith("rotary_emb.inv_freq") or (vision and name.startswith("model.visual.")):
-            return True
-        return name.startswith(mtp)
+        return tied or name.endswith(("rotary_emb.inv_freq", *cache_scales)) or name.startswith((*mtp, *vision))
 
     return ignored
 
@@ -124,17 +133,35 @@ def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"{config.tensor_prefix}layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
 
 
-def _log_skipped(path: str | Path, config: ModelConfig) -> None:
-    """Say in one line that weights for multi-token prediction are left out, if there are any."""
-    names = [name for name in checkpoint.tensor_names(path) if name.startswith(_mtp_prefixes(config))]
-    if names:
-        layers = ", ".join(sorted({name.removeprefix(config.tensor_prefix).split(".")[1] for name in names}, key=int))
-        _log.info("skipped %d tensors of multi-token prediction (layer %s)", len(names), layers)
+def _vision_prefix(config: ModelConfig) -> tuple[str, ...]:
+    """Beginning of the names of the vision tower's tensors, for models that have one."""
+    return ("model.visual.",) if config.model_type == "glm5_next" else ()
 
 
-def block_size(config: ModelConfig) -> tuple[int, int] | None:
-    """Rows and columns of a quantisation block, or None for a checkpoint that is not quantised."""
-    return None if config.quantization is None else config.quantization.block
+def _check_unread(path: str | Path, config: ModelConfig) -> None:
+    """Say which tensors are left out: a line for multi-token prediction, for the vision tower, and for all others.
+
+    Raises:
+      CheckpointError: The embeddings are tied to a head that is stored and is another one.
+    """
+    if config.tie_word_embeddings:
+        checkpoint.check_tied_head(path, f"{config.tensor_prefix}embed_tokens.weight")
+    ignored, mtp, vision = ignored_tensors(config), _mtp_prefixes(config), _vision_prefix(config)
+    names = sorted(filter(ignored, checkpoint.tensor_names(path)))
+    if predicting := [name for name in names if name.startswith(mtp)]:
+        layers = {name.removeprefix(config.tensor_prefix).split(".")[1] for name in predicting}
+        listed = ", ".join(sorted(layers, key=int))
+        _log.info("skipped %d tensors of multi-token prediction (layer %s)", len(predicting), listed)
+    if seeing := [name for name in names if name.startswith(vision)]:
+        _log.info("skipped %d tensors of the vision tower (%s*)", len(seeing), *vision)
+    if others := [name for name in names if not name.startswith((*mtp, *vision))]:
+        _log.info("skipped %d tensors that the model does not use, %s first", len(others), others[0])
+
+
+def stored_as(config: ModelConfig) -> dict[str, Any]:
+    """What the loader must know of a checkpoint's quantisation: `block_size` and `nvfp4` of `load_safetensors`."""
+    block = None if config.quantization is None else config.quantization.block
+    return {"block_size": block, "nvfp4": is_nvfp4(config)}
 
 
 def convert(
@@ -151,17 +178,24 @@ def convert(
       source: A Hugging Face folder.
       target: Folder to make; it must not exist or be empty.
       dtype: dtype to store, bfloat16 or float32; None means bfloat16.
-      weights: "dequantized", or "fp8" to keep block FP8 weights as they are; "auto" as in `from_pretrained`.
+      weights: "dequantized", or "fp8" to keep block FP8 weights as they are and to make such of NVFP4 ones; "auto" as
+        in `from_pretrained`.
       progress: Whether to show a progress bar on stderr.
 
     Raises:
-      ValueError: As in `from_pretrained`; or `target` holds something.
+      ValueError: As in `from_pretrained`; or `source` is a native checkpoint, `target` holds something, or another
+        process is converting to it.
     """
+    if checkpoint.is_native(source):
+        raise checkpoint.CheckpointError(
+            f"checkpoint {source} is native already: it loads onto any mesh as it is; to change its dtype or weights,"
+            " convert the Hugging Face folder that it came from again"
+        )
     config = ModelConfig.from_folder(source)
     mesh = make_mesh()
     dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     kept = _fp8_parameters(source, config, mesh, dtype, weights)
-    _log_skipped(source, config)
+    _check_unread(source, config)
     extra = [Path(source) / name for name in COPIED_FILES if (Path(source) / name).is_file()]
     checkpoint.convert(
         source,
@@ -171,6 +205,6 @@ def convert(
         dtype,
         extra_files=extra,
         ignored=ignored_tensors(config),
-        block_size=block_size(config),
         progress=progress,
+        **stored_as(config),
     )

@@ -155,8 +155,8 @@ def check_prompts(prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, (str, bytes)):
             raise ValueError(f"prompt {i} is text; token ids are wanted")
-        array = np.asarray(prompt)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        array = _flat_ids(prompt)
+        if array is None:
             raise ValueError(f"prompt {i} must be a flat list of token ids, got {prompt!r}"[:200])
         if array.size == 0:
             raise ValueError(f"prompt {i} is empty")
@@ -167,6 +167,18 @@ def check_prompts(prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int
             raise ValueError(f"prompt {i} has token id {bad}, outside the vocabulary of {vocab_size}")
         checked.append(array.astype(np.int64))
     return checked
+
+
+def _flat_ids(prompt: Sequence[int] | np.ndarray) -> np.ndarray | None:
+    """A prompt as an array [n] of integers, or None if it is none."""
+    # NumPy takes true and false among ints for 1 and 0, and a list in a list for an error of its own.
+    if isinstance(prompt, (list, tuple)) and any(isinstance(token, (bool, np.bool_)) for token in prompt):
+        return None
+    try:
+        array = np.asarray(prompt)
+    except ValueError:
+        return None
+    return array if array.ndim == 1 and (array.size == 0 or array.dtype.kind in "iu") else None
 
 
 def choose_rows(requests: Sequence[Request], group: int, chunk_size: int) -> list[tuple[int, int]]:

@@ -133,17 +133,17 @@ class RequestState:
         array = getattr(self, name)
         return None if array is None else array[layer, jnp.maximum(slots, 0)]
 
-    def write(self, slots: jax.Array, **new: jax.Array | None) -> "RequestState":
-        """The state with `new` [layers, R, ...] of the requests in `slots`; those with slot -1 are dropped."""
+    def write(self, layer: jax.Array, slots: jax.Array, **new: jax.Array | None) -> "RequestState":
+        """The state with `new` [R, ...] of one layer for the requests in `slots`; those with slot -1 are dropped."""
 
         def put(array: jax.Array | None, values: jax.Array | None) -> jax.Array | None:
             if array is None or values is None:
                 return array
             # Dropped ones get places of their own beyond the end, so that all are unique.
             place = jnp.where(slots < 0, array.shape[1] + jnp.arange(slots.shape[0], dtype=slots.dtype), slots)
-            return array.at[:, place].set(values, mode="drop", wrap_negative_indices=False, unique_indices=True)
+            return array.at[layer, place].set(values, mode="drop", wrap_negative_indices=False, unique_indices=True)
 
-        return RequestState(**{name: put(getattr(self, name), values) for name, values in new.items()})
+        return dataclasses.replace(self, **{name: put(getattr(self, name), values) for name, values in new.items()})
 
 
 @jax.tree_util.register_dataclass

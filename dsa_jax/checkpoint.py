@@ -1,22 +1,21 @@
 """Loading checkpoints of the Hugging Face layout straight into sharded parameters."""
 
 import collections
-import fnmatch
 import hashlib
-import logging
+import itertools
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import Mesh
 
+from dsa_jax.checkpoint_check import Ignored, check_tensors, is_fp8, is_nvfp4
 from dsa_jax.checkpoint_report import Description, describe, find_nonfinite
-from dsa_jax.filling import Reader, StoredTensor, batches, fill, progress_bar, source_bytes
+from dsa_jax.checkpoint_tied import check_tied_head
+from dsa_jax.filling import Reader, batches, fill, progress_bar, source_bytes
 from dsa_jax.native_checkpoint import (
     DEFAULT_BYTES_IN_FLIGHT,
     Piece,
@@ -28,14 +27,15 @@ from dsa_jax.native_checkpoint import (
     save_native,
     save_parts,
 )
-from dsa_jax.params import ParamSpec, Source
-from dsa_jax.quantization import SCALE_SUFFIX, scale_shape
-from dsa_jax.safetensors_headers import CheckpointError, TensorHeader, raise_problems, read_headers
+from dsa_jax.params import ParamSpec
+from dsa_jax.quantization import SCALE_SUFFIX
+from dsa_jax.safetensors_headers import CheckpointError, TensorHeader, read_headers
 from sharding.mesh import check_mesh
 
 __all__ = [
     "CheckpointError",
     "Description",
+    "check_tied_head",
     "convert",
     "describe",
     "find_nonfinite",
@@ -44,20 +44,14 @@ __all__ = [
     "load_native",
     "load_safetensors",
     "native_fp8",
+    "nvfp4_tensors",
     "save_native",
     "tensor_names",
 ]
 
-_LOGGER = logging.getLogger(__name__)
-
-# Tensors that may be present and are not read: a predicate of the name, or shell patterns (a string is one pattern).
-Ignored = Callable[[str], bool] | Sequence[str]
-
-# dtypes whose values a parameter can take; FP8 only with its scales.
-_DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16, "F8_E4M3": jnp.float8_e4m3fn}
-_QUANTIZED = "F8_E4M3"
 # One request to the disk: large enough to be fast, small enough that several run at a time.
 _READ_CHUNK_BYTES = 32 * 1024**2
+_LOADS = itertools.count()
 
 
 def load_safetensors(
@@ -68,6 +62,7 @@ def load_safetensors(
     *,
     ignored: Ignored = (),
     block_size: tuple[int, int] | None = None,
+    nvfp4: bool = False,
     progress: bool = True,
     max_bytes_in_flight: int = DEFAULT_BYTES_IN_FLIGHT,
 ) -> dict[str, jax.Array]:
@@ -86,7 +81,9 @@ def load_safetensors(
       ignored: Tensors that may be present and are not read (multi-token prediction layers, rotary tables): a predicate
         of the name, or shell patterns such as `"model.layers.78.*"`.
       block_size: Rows and columns of a quantization block, or None if the configuration declares no quantization. An
-        FP8 tensor `X` is multiplied by the float32 scales `X_scale_inv`.
+        FP8 tensor `X` is multiplied by the float32 scales `X_scale_inv`. With `nvfp4`, of the blocks to be made.
+      nvfp4: Whether the configuration declares NVFP4: a U8 tensor `X` holds pairs of e2m1 values with the scales
+        `X_scale` and `X_scale_2`. A parameter in e4m3 takes them as block FP8, any other as real values.
       progress: Show a bar on stderr.
       max_bytes_in_flight: Host memory that reading may take beyond the parameters themselves. What is placed together
         is read together even if it takes more: the largest tensor or, of split experts, one of each rank.
@@ -100,7 +97,7 @@ def load_safetensors(
     """
     check_mesh(mesh)
     headers = read_headers(folder)
-    stored = _check(Path(folder), headers, specs, ignored, block_size)
+    stored = check_tensors(Path(folder), headers, specs, ignored, block_size, nvfp4)
     reader = _reader(Path(folder), headers, max_bytes_in_flight)
     limit = _batch_bytes(max_bytes_in_flight)
     with progress_bar(source_bytes(specs.values(), stored), "loading", progress) as bar:
@@ -112,7 +109,6 @@ def load_safetensors(
             reader,
             max_batch_bytes=limit,
             rows_only=True,
-            block_size=block_size,
             advance=bar.update,
         )
 
@@ -127,6 +123,7 @@ def convert(
     extra_files: Iterable[Path | str] = (),
     ignored: Ignored = (),
     block_size: tuple[int, int] | None = None,
+    nvfp4: bool = False,
     progress: bool = True,
     max_bytes_in_flight: int = DEFAULT_BYTES_IN_FLIGHT,
 ) -> None:
@@ -144,6 +141,7 @@ def convert(
       extra_files: Files to copy beside the weights (config.json, tokenizer.json).
       ignored: As in `load_safetensors`.
       block_size: As in `load_safetensors`.
+      nvfp4: As in `load_safetensors`.
       progress: Show a bar on stderr.
       max_bytes_in_flight: As in `load_safetensors`, for the layers loaded and saved together.
 
@@ -152,7 +150,7 @@ def convert(
     """
     check_mesh(mesh)
     headers = read_headers(folder)
-    stored = _check(Path(folder), headers, specs, ignored, block_size)
+    stored = check_tensors(Path(folder), headers, specs, ignored, block_size, nvfp4)
     pieces = pieces_of(specs)
     reader = _reader(Path(folder), headers, max_bytes_in_flight)
     limit = _batch_bytes(max_bytes_in_flight)
@@ -175,7 +173,6 @@ def convert(
                     reader,
                     max_batch_bytes=limit,
                     rows_only=True,
-                    block_size=block_size,
                     advance=bar.update,
                 )
                 yield {piece.name: cut(arrays[piece.name], None, piece.shape) for piece in batch}
@@ -206,7 +203,13 @@ def tensor_names(folder: Path | str) -> list[str]:
 def fp8_tensors(folder: Path | str) -> frozenset[str]:
     """Names of the tensors of a safetensors checkpoint that are block-scaled FP8."""
     headers = read_headers(folder)
-    return frozenset(n for n, h in headers.items() if h.dtype == _QUANTIZED and n + SCALE_SUFFIX in headers)
+    return frozenset(name for name in headers if is_fp8(name, headers))
+
+
+def nvfp4_tensors(folder: Path | str) -> frozenset[str]:
+    """Names of the tensors of a safetensors checkpoint that are NVFP4."""
+    headers = read_headers(folder)
+    return frozenset(name for name in headers if is_nvfp4(name, headers))
 
 
 def native_fp8(folder: Path | str, parameters: Iterable[str]) -> frozenset[str]:
@@ -228,21 +231,30 @@ def _reader(folder: Path, headers: Mapping[str, TensorHeader], max_bytes_in_flig
         by_file: dict[Path, dict[str, jax.ShapeDtypeStruct]] = collections.defaultdict(dict)
         for name, leaf in wanted.items():
             by_file[headers[name].file][name] = leaf
-        context = ocp.Context()
-        context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
-        context.memory.read_concurrent_bytes = chunk_bytes
-        context.safetensors.read_chunk_bytes = min(_READ_CHUNK_BYTES, chunk_bytes)
+
+        def context() -> ocp.Context:
+            made = ocp.Context()
+            made.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
+            made.memory.read_concurrent_bytes = chunk_bytes
+            made.safetensors.read_chunk_bytes = min(_READ_CHUNK_BYTES, chunk_bytes)
+            # Each process reads its own bytes. Orbax would wait for the others behind every load, which takes loads
+            # that do not overlap: a load waits for its own process alone, under a name of its own.
+            alone = jax.process_index()
+            made.multiprocessing.primary_host = alone
+            made.multiprocessing.active_processes = {alone}
+            made.multiprocessing.barrier_sync_key_prefix = f"process_{alone}_load_{next(_LOADS)}"
+            return made
 
         def failed(file: Path, error: Exception) -> CheckpointError:
             return CheckpointError(f"checkpoint {folder}: reading {file.name} failed: {' '.join(str(error).split())}")
 
         responses = {}
-        with context:
-            for file, leaves in by_file.items():
-                try:
+        for file, leaves in by_file.items():
+            try:
+                with context():
                     responses[file] = ocp.load_async(str(file.absolute()), leaves)
-                except (OSError, ValueError, KeyError) as error:
-                    raise failed(file, error) from error
+            except (OSError, ValueError, KeyError) as error:
+                raise failed(file, error) from error
 
         def wait() -> dict[str, jax.Array]:
             arrays: dict[str, jax.Array] = {}
@@ -259,84 +271,3 @@ def _reader(folder: Path, headers: Mapping[str, TensorHeader], max_bytes_in_flig
         return wait
 
     return read
-
-
-def _check(
-    folder: Path,
-    headers: Mapping[str, TensorHeader],
-    specs: Mapping[str, ParamSpec],
-    ignored: Ignored,
-    block_size: tuple[int, int] | None,
-) -> dict[str, StoredTensor]:
-    """Compare the headers with the parameters; the tensors to read, by name.
-
-    Raises:
-      CheckpointError: A tensor is missing, unknown, has another shape or dtype, or lacks its scales.
-    """
-    is_ignored = ignored if callable(ignored) else _matcher([ignored] if isinstance(ignored, str) else ignored)
-    problems: list[str] = []
-    missing: list[str] = []
-    expected: set[str] = set()
-    stored: dict[str, StoredTensor] = {}
-    for source, dtype in ((source, spec.dtype) for spec in specs.values() for source in spec.sources):
-        expected.add(source.name)
-        header = headers.get(source.name)
-        if header is None:
-            missing.append(f"tensor {source.name!r} is missing, the model expects {source.shape}")
-            continue
-        problems += _source_problems(source, header, block_size)
-        scale = None
-        keeps_fp8 = dtype is not None and dtype == _DTYPES[_QUANTIZED]
-        if keeps_fp8 and header.dtype != _QUANTIZED:
-            problems.append(f"tensor {header.name!r} has dtype {header.dtype}, the model keeps {_QUANTIZED}")
-        if header.dtype == _QUANTIZED and block_size is not None and not keeps_fp8:
-            scale = source.name + SCALE_SUFFIX
-            expected.add(scale)
-            problems += _scale_problems(scale, header, headers.get(scale), block_size)
-            if scale in headers:
-                stored[scale] = _stored(headers[scale], None)
-        stored[source.name] = _stored(header, scale)
-    extra = [
-        f"tensor {h.name!r} in {h.file.name}, {h.dtype} {h.shape}, is no part of the model"
-        for h in headers.values()
-        if h.name not in expected and not is_ignored(h.name)
-    ]
-    raise_problems(folder, [*problems, *missing, *extra])
-    if skipped := sorted(name for name in headers if name not in expected):
-        _LOGGER.info(
-            "%s: %d tensors that the model does not use are skipped, %s first", folder, len(skipped), skipped[0]
-        )
-    return stored
-
-
-def _stored(header: TensorHeader, scale: str | None) -> StoredTensor:
-    dtype = np.dtype(_DTYPES.get(header.dtype, np.uint8))
-    return StoredTensor(header.shape, dtype, (header.file.name, header.start), scale)
-
-
-def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    match = re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)").match
-    return lambda name: match(name) is not None
-
-
-def _source_problems(source: Source, header: TensorHeader, block_size: tuple[int, int] | None) -> Iterator[str]:
-    what = f"tensor {header.name!r} in {header.file.name}"
-    if header.shape != source.shape:
-        yield f"{what} has shape {header.shape}, the model expects {source.shape}"
-    if header.dtype not in _DTYPES:
-        yield f"{what} has dtype {header.dtype}, which is none of {', '.join(_DTYPES)}"
-    if header.dtype == _QUANTIZED and block_size is None:
-        yield f"{what} has dtype {header.dtype}, but the configuration declares no block quantization"
-    if header.dtype == _QUANTIZED and len(header.shape) != 2:
-        yield f"{what} has dtype {header.dtype} and shape {header.shape}, blocks need 2 dimensions"
-
-
-def _scale_problems(
-    name: str, weight: TensorHeader, scale: TensorHeader | None, block_size: tuple[int, int]
-) -> Iterator[str]:
-    shape = scale_shape(weight.shape, block_size) if len(weight.shape) == 2 else None
-    of = f"tensor {weight.name!r} in {weight.file.name}, {weight.dtype} {weight.shape}"
-    if scale is None:
-        yield f"{of}, lacks its scales {name!r}, expected F32 {shape}"
-    elif shape is not None and (scale.shape != shape or scale.dtype != "F32"):
-        yield f"{of}, has scales {name!r} in {scale.file.name} of {scale.dtype} {scale.shape}, expected F32 {shape}"

@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dsa_jax.filling import batches, progress_bar
 from dsa_jax.native_checkpoint import is_native, native_reader, read_native_headers
-from dsa_jax.quantization import SCALE_SUFFIX
+from dsa_jax.quantization import FP4_GLOBAL_SUFFIX, FP4_SCALE_SUFFIX, SCALE_SUFFIX, activation_scale
 from dsa_jax.safetensors_headers import DTYPE_BITS, CheckpointError, TensorHeader, read_headers
 
 # dtype -> (unsigned integer of its width, mask, limit): a value is NaN or infinite iff (bits & mask) >= limit.
@@ -56,9 +56,9 @@ class Description:
       layout: "safetensors" or "native".
       files: Files with weights, 0 for a native checkpoint.
       tensors: Number of tensors, scales included.
-      parameters: Elements of all tensors but the scales of quantized ones.
+      parameters: Elements of all tensors but the scales of quantized ones; a byte of NVFP4 counts two.
       nbytes: Bytes of all tensors.
-      by_dtype: Counts by dtype ("BF16", "F8_E4M3"), the largest first.
+      by_dtype: Counts by dtype ("BF16", "F8_E4M3") as stored, the largest first.
     """
 
     layout: str
@@ -92,8 +92,17 @@ def describe(folder: Path | str) -> Description:
     for _, dtype, elements, nbytes in tensors:
         counts[dtype] = counts.get(dtype, DtypeCount()).plus(elements, nbytes)
     by_dtype = dict(sorted(counts.items(), key=lambda item: -item[1].nbytes))
-    parameters = sum(elements for name, _, elements, _ in tensors if not name.endswith(SCALE_SUFFIX))
-    return Description(layout, files, len(tensors), parameters, sum(nbytes for *_, nbytes in tensors), by_dtype)
+    nbytes = sum(nbytes for *_, nbytes in tensors)
+    return Description(layout, files, len(tensors), _parameters({n: e for n, _, e, _ in tensors}), nbytes, by_dtype)
+
+
+def _parameters(elements: dict[str, int]) -> int:
+    """Elements of all tensors but scales; two for each byte of a tensor that has the scales of NVFP4."""
+    pairs = {name for name in elements if name + FP4_GLOBAL_SUFFIX in elements}
+    scales = {name + suffix for name in pairs for suffix in (FP4_SCALE_SUFFIX, FP4_GLOBAL_SUFFIX)}
+    scales |= {activation_scale(name) for name in pairs}
+    counted = (name for name in elements if name not in scales and not name.endswith(SCALE_SUFFIX))
+    return sum(elements[name] * (2 if name in pairs else 1) for name in counted)
 
 
 def find_nonfinite(folder: Path | str, *, progress: bool = False, chunk_bytes: int = 64 * 1024**2) -> dict[str, int]:

@@ -4,15 +4,22 @@ import argparse
 import contextlib
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
+
 from dsa_jax import commands, commands_plan
 from dsa_jax.api import WEIGHTS
+from dsa_jax.commands_checks import BackendError
+from dsa_jax.generate import NonFiniteError
 from dsa_jax.gpu_target import TARGETS
 from dsa_jax.page_allocator import OutOfPagesError
+from dsa_jax.prefill import NonFiniteWarning
 from dsa_jax.tiny import FAMILIES
 
+_LONGEST_MESSAGE = 1000
 DTYPES = ("bfloat16", "float32")
 KV_FORMATS = ("auto", "float32", "bf16", "fp8_ds_mla", "nvfp4_ds_mla")
 INDEX_FORMATS = ("auto", "float32", "bf16", "fp8")
@@ -91,8 +98,16 @@ def _add_model_flags(
 
 
 def _add_weights_flag(parser: argparse.ArgumentParser, default: str) -> None:
-    meaning = "keep block FP8 weights as they are, or dequantise them; auto keeps them unless --dtype is float32"
+    meaning = (
+        "keep block FP8 weights as they are, or dequantise them; auto keeps them unless --dtype is float32."
+        " NVFP4 weights are dequantised, or with fp8 rounded to block FP8"
+    )
     parser.add_argument("--weights", choices=WEIGHTS, default=default, help=meaning)
+
+
+def _add_profile_flag(parser: argparse.ArgumentParser) -> None:
+    meaning = "run once more under jax's profiler; the trace goes to this folder, the time by part to stderr"
+    parser.add_argument("--profile", type=Path, metavar="DIR", help=meaning)
 
 
 def _add_prompt_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
@@ -119,6 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     generate.add_argument("--max-pages", type=_positive, help="cache pages a data group; prompts wait for free ones")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_profile_flag(generate)
     generate.set_defaults(run=commands.run_generate)
 
     prefill = subparsers.add_parser("prefill", help="prefill prompts, keep logits and selections")
@@ -127,6 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     prefill.add_argument("--logits", choices=("all", "last", "none"), default="last", help="rows to keep")
     prefill.add_argument("--out", type=Path, help="write logits and selections to this .npz file")
     prefill.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_profile_flag(prefill)
     prefill.set_defaults(run=commands.run_prefill)
 
     tiny = subparsers.add_parser("tiny", help="write a tiny random checkpoint")
@@ -171,19 +188,78 @@ def _messages_on_stderr() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextlib.contextmanager
+def _one_line_warnings(command: str) -> Iterator[None]:
+    """Show each warning as one line, without the place in the code that says nothing to a user."""
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        print(f"dsa-jax {command}: warning: {_one_line(message)}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", category=NonFiniteWarning)
+        warnings.showwarning = show
+        yield
+
+
+def _one_line(message: object) -> str:
+    """What a message says, on one line of bounded length."""
+    text = " ".join(str(message).split())
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
+
+
+def _mute_libraries() -> None:
+    """Leave stderr of this process to the one line that says what is wrong.
+
+    Reading a damaged checkpoint, Orbax drops tasks of its event loop, whose errors come up again wherever they are
+    collected: in loggers, warnings and threads.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    default = sys.excepthook
+
+    def show(kind, error, traceback):
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            default(kind, error, traceback)
+
+    sys.excepthook = show
+
+
+# What a command may fail with through no fault of this program, and without --debug is one line.
+_MISTAKES = (
+    ValueError,
+    OSError,
+    BackendError,
+    NonFiniteError,
+    OutOfPagesError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """One line for an error of the device's allocator, None for any other of the runtime: those are bugs."""
+    if not str(error).startswith("RESOURCE_EXHAUSTED"):
+        return None
+    return f"{error} (fewer --max-pages, a smaller --chunk-size or more devices take less)"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; returns the exit code. Without arguments it takes those of the process, and its stderr."""
     args = build_parser().parse_args(argv)
+    if argv is None and not args.debug:
+        _mute_libraries()
     try:
-        with _messages_on_stderr():
+        with _messages_on_stderr(), _one_line_warnings(args.command):
             args.run(args)
     except BrokenPipeError:
         return 1
-    except (ValueError, OSError, OutOfPagesError, OverflowError, RecursionError, MemoryError) as error:
-        if args.debug:
+    except (*_MISTAKES, jax.errors.JaxRuntimeError) as error:
+        message = _out_of_memory(error) if isinstance(error, jax.errors.JaxRuntimeError) else str(error)
+        if args.debug or message is None:
             raise
-        message = " ".join(str(error).split())
-        print(f"dsa-jax {args.command}: error: {message}", file=sys.stderr)
+        print(f"dsa-jax {args.command}: error: {_one_line(message)}", file=sys.stderr)
         return 2
     return 0
 

@@ -4,23 +4,22 @@ import argparse
 import dataclasses
 import json
 import time
-from pathlib import Path
 
-import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from dsa_jax import checkpoint
+from dsa_jax import checkpoint, commands_profile
 from dsa_jax.api import convert, default_tp, from_pretrained
+from dsa_jax.commands_checks import available_devices, check_npz, check_switches, note_sampling, read_prompts
 from dsa_jax.config import ModelConfig
 from dsa_jax.config_flash import NO_INDEXER
 from dsa_jax.engine import EngineOptions
-from dsa_jax.generate import GenerateOptions, generate, stream
+from dsa_jax.generate import GenerateOptions, check_request, generate, stream
 from dsa_jax.model import Model
-from dsa_jax.prefill import Batch, prefill
+from dsa_jax.prefill import Batch, nonfinite, prefill
 from dsa_jax.sampling import SamplingConfig
 from dsa_jax.step import Execution, StepRunner
 from dsa_jax.tiny import write_tiny
-from dsa_jax.tokenizer import Tokenizer
 from sharding.mesh import make_mesh
 from sharding.policy import PrefillPolicy
 
@@ -40,7 +39,9 @@ def policy_from_flags(args: argparse.Namespace) -> PrefillPolicy:
     """The policy that the flags describe; flags that are not given leave what `--policy` says."""
     base = PrefillPolicy.stock() if args.policy == "stock" else PrefillPolicy()
     given = {name: getattr(args, name) for name in POLICY_FLAGS if getattr(args, name) is not None}
-    return dataclasses.replace(base, index_replicas=args.index_replicas, **given)
+    policy = dataclasses.replace(base, index_replicas=args.index_replicas, **given)
+    check_switches(args, policy)
+    return policy
 
 
 def execution_from_flags(args: argparse.Namespace) -> Execution:
@@ -60,33 +61,29 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
     )
 
 
-def _load(args: argparse.Namespace) -> Model:
-    config = ModelConfig.from_folder(args.checkpoint, latent_norm_eps=args.latent_norm_eps)
-    tp = default_tp(config, len(jax.devices()) // args.data) if args.tp is None else args.tp
-    mesh = make_mesh(tp=tp, dcp=args.dcp, data=args.data)
+def _mesh(args: argparse.Namespace, config: ModelConfig) -> Mesh:
+    devices = available_devices()
+    tp = default_tp(config, len(devices) // args.data) if args.tp is None else args.tp
+    return make_mesh(tp=tp, dcp=args.dcp, data=args.data, devices=devices)
+
+
+def _config(args: argparse.Namespace) -> ModelConfig:
+    return ModelConfig.from_folder(args.checkpoint, latent_norm_eps=args.latent_norm_eps)
+
+
+def _load(args: argparse.Namespace, mesh: Mesh) -> Model:
     options = {"weights": args.weights, "latent_norm_eps": args.latent_norm_eps}
     return from_pretrained(args.checkpoint, mesh, args.dtype, progress=True, **options)
 
 
-def _prompts(args: argparse.Namespace) -> tuple[list[list[int]], Tokenizer | None]:
-    """The prompts' ids, and the tokenizer when they were text."""
-    if args.prompt is not None:
-        tokenizer = Tokenizer.from_folder(args.checkpoint)
-        return [tokenizer.encode(args.prompt)], tokenizer
-    text = args.prompt_ids
-    if text.startswith("@"):
-        text = Path(text[1:]).read_text(encoding="utf-8")
-    try:
-        prompts = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--prompt-ids is not JSON: {error}") from None
-    if not isinstance(prompts, list) or not all(isinstance(prompt, list) for prompt in prompts):
-        raise ValueError("--prompt-ids must be a list of prompts, each a list of token ids, such as [[1, 2, 3]]")
-    return prompts, None
-
-
 def run_generate(args: argparse.Namespace) -> None:
     """`dsa-jax generate`."""
+    model, prompts, options = _generate(args)
+    if args.profile is not None:
+        commands_profile.profile_generate(args.profile, model, prompts, options)
+
+
+def _generate(args: argparse.Namespace) -> tuple[Model, list[list[int]], GenerateOptions]:
     options = GenerateOptions(
         max_new_tokens=args.max_new_tokens,
         sampling=SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed),
@@ -94,38 +91,44 @@ def run_generate(args: argparse.Namespace) -> None:
         max_pages=args.max_pages,
         engine=_engine_options(args),
     )
-    prompts, tokenizer = _prompts(args)
-    model = _load(args)
+    note_sampling(args)
+    config = _config(args)
+    prompts, tokenizer = read_prompts(args, config)
+    mesh = _mesh(args, config)
+    check_request(config, options.engine.geometry_for(config, mesh, args.dtype), prompts, options)
+    model = _load(args, mesh)
     if tokenizer is not None and not args.json:
         text = tokenizer.stream()
         for event in stream(model, prompts, options):
             print(text.push(event.token), end="", flush=True)
         print(text.finish())
-        return
+        return model, prompts, options
     result = generate(model, prompts, options)
     if args.json:
         output = dataclasses.asdict(result)
         if tokenizer is not None:
             output["text"] = [tokenizer.decode(tokens) for tokens in result.tokens]
         print(json.dumps(output))
-        return
+        return model, prompts, options
     for tokens in result.tokens:
         print(json.dumps(tokens))
     print(
         f"{sum(map(len, result.tokens))} tokens, first after {result.ttft_s:.3f} s,"
         f" {result.tokens_per_s:.1f} tokens/s; compiled for {result.compile_s:.1f} s"
     )
+    return model, prompts, options
 
 
 def run_prefill(args: argparse.Namespace) -> None:
     """`dsa-jax prefill`."""
-    if args.out is not None and args.out.suffix != ".npz":
-        raise ValueError(f"--out must name a .npz file, got {args.out}")
-    if args.out is not None and not args.out.parent.is_dir():
-        raise ValueError(f"--out: there is no folder {args.out.parent}")
-    prompts, _ = _prompts(args)
-    model = _load(args)
+    if args.out is not None:
+        check_npz(args.out)
     options = _engine_options(args)
+    config = _config(args)
+    prompts, _ = read_prompts(args, config)
+    mesh = _mesh(args, config)
+    options.geometry_for(config, mesh, args.dtype)
+    model = _load(args, mesh)
     batch = Batch.from_prompts(prompts, model, geometry=options.geometry(model))
     cache = batch.init_cache(model)
     runner = StepRunner(model, options.execution)
@@ -147,14 +150,17 @@ def run_prefill(args: argparse.Namespace) -> None:
         "seconds": seconds,
         "tokens_per_s": tokens / max(seconds, 1e-9),
         "compile_s": runner.compile_seconds,
+        "nonfinite": nonfinite(result.logits),
     }
     if args.json:
         print(json.dumps(report))
-        return
-    print(
-        f"{tokens} tokens in {seconds:.3f} s, {report['tokens_per_s']:.1f} tokens/s;"
-        f" compiled for {runner.compile_seconds:.1f} s"
-    )
+    else:
+        print(
+            f"{tokens} tokens in {seconds:.3f} s, {report['tokens_per_s']:.1f} tokens/s;"
+            f" compiled for {runner.compile_seconds:.1f} s"
+        )
+    if args.profile is not None:
+        commands_profile.profile_prefill(args.profile, runner, prompts, options, args)
 
 
 def run_tiny(args: argparse.Namespace) -> None:
@@ -165,6 +171,7 @@ def run_tiny(args: argparse.Namespace) -> None:
 
 def run_convert(args: argparse.Namespace) -> None:
     """`dsa-jax convert`."""
+    available_devices()
     convert(args.source, args.target, args.dtype, weights=args.weights, progress=True)
     print(args.target)
 
@@ -186,6 +193,8 @@ def _layer_runs(config: ModelConfig) -> list[str]:
 def run_inspect(args: argparse.Namespace) -> None:
     """`dsa-jax inspect`."""
     config = ModelConfig.from_folder(args.checkpoint)
+    if checkpoint.is_native(args.checkpoint):
+        available_devices()
     description = checkpoint.describe(args.checkpoint)
     nonfinite = checkpoint.find_nonfinite(args.checkpoint, progress=True)
     if args.json:

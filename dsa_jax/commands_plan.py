@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dsa_jax.api import is_nvfp4
 from dsa_jax.commands import execution_from_flags
 from dsa_jax.config import ConfigError, ModelConfig
 from dsa_jax.gpu_target import TARGETS
@@ -32,7 +33,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def _options(args: argparse.Namespace, config: ModelConfig) -> PlanOptions:
     """Options of a plan from the flags of the command line."""
     if args.weights == "fp8" and config.quantization is None:
-        raise ValueError("--weights fp8: the configuration declares no block FP8 weights")
+        raise ValueError("--weights fp8: the configuration declares neither block FP8 nor NVFP4 weights")
+    keeps_by_default = args.dtype != "float32" and not is_nvfp4(config)
     return PlanOptions(
         tp=args.tp or 1,
         dcp=args.dcp,
@@ -40,7 +42,7 @@ def _options(args: argparse.Namespace, config: ModelConfig) -> PlanOptions:
         context=config.max_position_embeddings if args.context is None else args.context,
         chunk_size=args.chunk_size,
         dtype=args.dtype,
-        keep_fp8=args.weights == "fp8" or (args.weights == "auto" and args.dtype != "float32"),
+        keep_fp8=args.weights == "fp8" or (args.weights == "auto" and keeps_by_default),
         kv_format=args.kv_format,
         index_format=args.index_format,
         page_size=args.page_size,

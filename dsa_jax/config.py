@@ -22,6 +22,7 @@ from dsa_jax.config_flash import (
     text_fields,
 )
 from dsa_jax.config_layers import SPARSE, indexer_types, mlp_types
+from dsa_jax.config_quantization import QuantizationConfig, from_hf_quant_config, read_quantization
 from dsa_jax.config_rope import RopeConfig, YarnConfig, read_rope
 from dsa_jax.config_validation import ConfigError, Fields, check_counts, check_plain, check_routing, check_supported
 
@@ -47,6 +48,16 @@ _FAMILIES = {
 # Names of the attention with an indexer: transformers before 5.2x and exports, then transformers since.
 _SPARSE_ATTENTION = ("deepseek_sparse_attention", "indexed_attention")
 DEFAULT_LATENT_NORM_EPS = 1e-6
+# Positive integers that have one name in config.json and here.
+_SIZES = (
+    "hidden_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +89,6 @@ class MoeConfig:
     topk_group: int
     routed_scaling_factor: float
     norm_topk_prob: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizationConfig:
-    """How the checkpoint stores quantized weights.
-
-    Attributes:
-      method: "fp8": e4m3 weights with one float32 `weight_scale_inv` per block. Which weights are quantized is told by
-        the checkpoint's tensors; the list in config.json names modules that do not exist.
-      block: Rows and columns of a block; blocks at the edges may be partial.
-    """
-
-    method: str
-    block: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,41 +191,17 @@ class ModelConfig:
         check_counts(fields, minimum_rope=0 if flash else 1)
         num_layers = fields.integer("num_hidden_layers")
         mlps = mlp_types(fields, num_layers)
-        extra: dict[str, Any] = {}
-        default_eps = DEFAULT_LATENT_NORM_EPS
-        if flash:
-            check_flash(fields)
-            kda, linear = linear_attention(fields, num_layers)
-            types = flash_indexer_types(fields, linear)
-            default_eps = fields.positive("rms_norm_eps")
-            extra = {
-                "kda": kda,
-                "index_kpool": fields.integer("index_kpool"),
-                "hyper_connections": hyper_connections(fields),
-                "swiglu_limit": fields.positive("swiglu_limit"),
-            }
-        else:
-            check_plain(fields)
-            if fields.has("layer_types"):
-                fields.choices("layer_types", num_layers, _SPARSE_ATTENTION)
-            types = indexer_types(fields, num_layers)
+        parts = _flash_parts(fields, num_layers) if flash else _plain_parts(fields, num_layers)
+        default_eps = fields.positive("rms_norm_eps") if flash else DEFAULT_LATENT_NORM_EPS
         vocab_size = fields.integer("vocab_size")
         return cls(
             model_type=raw["model_type"],
             vocab_size=vocab_size,
-            hidden_size=fields.integer("hidden_size"),
             num_layers=num_layers,
             num_heads=fields.integer("num_attention_heads"),
-            q_lora_rank=fields.integer("q_lora_rank"),
-            kv_lora_rank=fields.integer("kv_lora_rank"),
-            qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
             qk_rope_head_dim=fields.integer("qk_rope_head_dim", minimum=0),
-            v_head_dim=fields.integer("v_head_dim"),
             rms_norm_eps=fields.positive("rms_norm_eps"),
             latent_norm_eps=Fields({"latent_norm_eps": latent_norm_eps}).positive("latent_norm_eps", default_eps),
-            intermediate_size=fields.integer("intermediate_size"),
-            max_position_embeddings=fields.integer("max_position_embeddings"),
-            rope=None if flash else read_rope(fields),
             indexer=IndexerConfig(
                 num_heads=fields.integer("index_n_heads"),
                 head_dim=fields.integer("index_head_dim"),
@@ -236,13 +209,13 @@ class ModelConfig:
                 rope_interleave=fields.boolean("indexer_rope_interleave", family_interleave),
             ),
             moe=_moe(fields) if SPARSE in mlps else None,
-            indexer_types=types,
             mlp_types=mlps,
             eos_token_ids=_eos_token_ids(fields, vocab_size),
-            quantization=_quantization(fields),
+            quantization=read_quantization(fields),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             num_mtp_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
-            **extra,
+            **{name: fields.integer(name) for name in _SIZES},
+            **parts,
         )
 
     @classmethod
@@ -275,12 +248,33 @@ class ModelConfig:
             raw["eos_token_id"] = raw.get("eos_token_id") if eos is None else eos
         if raw.get("quantization_config") is None and (folder / "hf_quant_config.json").is_file():
             # Exports of NVIDIA's ModelOpt may describe the quantization only there.
-            found = _read_json(folder / "hf_quant_config.json").get("quantization")
-            raise ConfigError(f"{folder}: unknown quantization: hf_quant_config.json has quantization={found!r}")
+            raw["quantization_config"] = from_hf_quant_config(_read_json(folder / "hf_quant_config.json"))
         try:
             return cls.from_dict(raw, latent_norm_eps=latent_norm_eps)
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
+
+
+def _plain_parts(fields: Fields, num_layers: int) -> dict[str, Any]:
+    """Layers and positions of a model whose layers all have sparse attention."""
+    check_plain(fields)
+    if fields.has("layer_types"):
+        fields.choices("layer_types", num_layers, _SPARSE_ATTENTION)
+    return {"indexer_types": indexer_types(fields, num_layers), "rope": read_rope(fields)}
+
+
+def _flash_parts(fields: Fields, num_layers: int) -> dict[str, Any]:
+    """The same of GLM-5.3-Flash, with what only it has."""
+    check_flash(fields)
+    kda, linear = linear_attention(fields, num_layers)
+    return {
+        "indexer_types": flash_indexer_types(fields, linear),
+        "rope": None,
+        "kda": kda,
+        "index_kpool": fields.integer("index_kpool"),
+        "hyper_connections": hyper_connections(fields),
+        "swiglu_limit": fields.positive("swiglu_limit"),
+    }
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -329,28 +323,3 @@ def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ConfigError(f"eos_token_id={value!r} must be ids in [0, vocab_size={vocab_size})")
     return tuple(ids)
-
-
-def _quantization(fields: Fields) -> QuantizationConfig | None:
-    section = fields.section("quantization_config")
-    if section is None:
-        return None
-    method = section.get("quant_method")
-    if method != "fp8":
-        algorithm = f" with quant_algo={section.get('quant_algo')!r}" if section.has("quant_algo") else ""
-        raise ConfigError(
-            f"unknown quantization: {section.label('quant_method')}={method!r}{algorithm}; supported: 'fp8'"
-        )
-    section.refuse_unless("fmt", "e4m3")
-    section.refuse_unless("activation_scheme", "dynamic")
-    section.refuse_unless("scale_fmt", "ue8m0")
-    block = section.get("weight_block_size")
-    if (
-        not isinstance(block, list)
-        or len(block) != 2
-        or any(not isinstance(b, int) or isinstance(b, bool) or b < 1 for b in block)
-    ):
-        raise ConfigError(
-            f"unknown quantization: {section.label('weight_block_size')}={block!r} must be two positive ints"
-        )
-    return QuantizationConfig(method="fp8", block=(block[0], block[1]))

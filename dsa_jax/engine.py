@@ -2,22 +2,26 @@
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsa_jax.batch import Request, Step, build_step, check_prompts
 from dsa_jax.cache import DEFAULT_PAGE_SIZE, CacheGeometry, init_cache
+from dsa_jax.config import ModelConfig
 from dsa_jax.model import Model
-from dsa_jax.page_allocator import OutOfPagesError, PageAllocator
+from dsa_jax.page_allocator import OutOfPagesError, PageAllocator, PrefixMatch
 from dsa_jax.prefill import DEFAULT_CHUNK_SIZE
 from dsa_jax.sampling import SamplingConfig, request_keys, sample
 from dsa_jax.step import Execution, StepRunner
 from pallas_kernels.checks import check_positive
 from sharding.mesh import DATA
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +29,8 @@ class EngineOptions:
     """How an engine keeps and runs its requests.
 
     Attributes:
-      chunk_size: Most rows of a step for each data group.
+      chunk_size: Most rows of a step for each data group, and so the most requests of one that run at once: each that
+        decodes gets its row in every step.
       page_size: Tokens of a page that each DCP rank holds.
       kv_format: Format of the compressed KV, see `CacheGeometry.for_model`.
       index_format: Format of the index keys.
@@ -54,10 +59,14 @@ class EngineOptions:
 
     def geometry(self, model: Model) -> CacheGeometry:
         """Geometry of the cache for a model."""
+        return self.geometry_for(model.config, model.mesh, model.dtype)
+
+    def geometry_for(self, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DTypeLike) -> CacheGeometry:
+        """Geometry of the cache for a model that need not be loaded yet."""
         return CacheGeometry.for_model(
-            model.config,
-            model.mesh,
-            model.dtype,
+            config,
+            mesh,
+            dtype,
             kv_format=self.kv_format,
             index_format=self.index_format,
             page_size=self.page_size,
@@ -72,8 +81,8 @@ class TokenEvent:
 
     Attributes:
       request: Number of the request, counted from 0 in the order they were added.
-      token: The token's id.
-      finished: "eos" or "length" with the last token of a request, else None.
+      token: The token's id; -1 where there is none to draw, since the logits are NaN or infinite.
+      finished: "eos", "length" or "nonfinite" with the last token of a request, else None.
     """
 
     request: int
@@ -92,11 +101,25 @@ class _Sequence(Request):
     drawn: int = 0
 
 
+@jax.jit
+def _draw(
+    logits: jax.Array,
+    keys: jax.Array,
+    temperature: jax.typing.ArrayLike,
+    top_k: jax.typing.ArrayLike,
+    top_p: jax.typing.ArrayLike,
+) -> jax.Array:
+    """As `sample`, but -1 for a row whose logits are not all finite: the best of NaN is no token."""
+    return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, keys, temperature, top_k, top_p), -1)
+
+
 class Engine:
     """Serves requests from one paged cache.
 
     A request is admitted, in the order of arrival, when a data group has the pages for its prompt and all its new
-    tokens; so no request runs out of pages once it started. Its pages are free again when it ends. Not thread-safe.
+    tokens; so no request runs out of pages once it started. Of several groups that have them it goes to the one that
+    holds most of its beginning, then to the one with most free pages. Its pages are free again when it ends. Not
+    thread-safe.
     """
 
     def __init__(self, model: Model, pages: int, options: EngineOptions | None = None):
@@ -119,6 +142,11 @@ class Engine:
         slots = pages if self.cache.slots is None else slots
         self.free_slots = [list(range(slots)) for _ in range(model.mesh.shape[DATA])]
         self.prefix_reuse = self.options.prefix_reuse and model.config.kda is None
+        if self.options.prefix_reuse and not self.prefix_reuse:
+            _log.info(
+                "prompts do not reuse the pages of a common beginning: the model has linear attention,"
+                " and pages do not hold the state that the beginning leaves behind"
+            )
         self.runner = StepRunner(model, self.options.execution)
         self.allocators = [PageAllocator(pages, self.geometry.tokens_per_page) for _ in range(model.mesh.shape[DATA])]
         self.waiting: collections.deque[_Sequence] = collections.deque()
@@ -203,29 +231,37 @@ class Engine:
         return events
 
     def _admit(self) -> None:
-        while self.waiting:
-            sequence = self.waiting[0]
-            count = self.pages_needed(len(sequence.tokens), sequence.max_new_tokens)
-            open_groups = [group for group, slots in enumerate(self.free_slots) if slots]
-            if not open_groups:
-                return
-            group = max(open_groups, key=lambda g: self.allocators[g].num_free)
-            allocator = self.allocators[group]
-            found, cached = (), 0
-            if self.prefix_reuse:
-                match = allocator.lookup_prefix(sequence.tokens)
-                found, cached = match.pages, match.num_tokens
-            try:
-                fresh = allocator.alloc(count - len(found))
-            except OutOfPagesError:
-                allocator.free(found)
-                return
-            sequence.group, sequence.cached, sequence.slot = group, cached, self.free_slots[group].pop()
-            sequence.pages = np.array([*found, *fresh], np.int64)
+        """Start those who wait, in the order of arrival, as far as there is room."""
+        while self.waiting and self._place(self.waiting[0]):
             self.running.append(self.waiting.popleft())
 
+    def _place(self, sequence: _Sequence) -> bool:
+        """Give a request a group, a slot and pages; False, and nothing has changed, where no group has room."""
+        count = self.pages_needed(len(sequence.tokens), sequence.max_new_tokens)
+        running = collections.Counter(other.group for other in self.running)
+        groups = [g for g, slots in enumerate(self.free_slots) if slots and running[g] < self.options.chunk_size]
+        free = [allocator.num_free for allocator in self.allocators]
+        match = {g: self._beginning(g, sequence) for g in groups}
+        placed = False
+        for group in sorted(groups, key=lambda g: (-match[g].num_tokens, -free[g])):
+            allocator, found = self.allocators[group], match[group]
+            if placed or count - len(found.pages) > allocator.num_free:
+                allocator.free(found.pages)
+                continue
+            fresh = allocator.alloc(count - len(found.pages))
+            sequence.group, sequence.cached, sequence.slot = group, found.num_tokens, self.free_slots[group].pop()
+            sequence.pages = np.array([*found.pages, *fresh], np.int64)
+            placed = True
+        return placed
+
+    def _beginning(self, group: int, sequence: _Sequence) -> PrefixMatch:
+        """Pages of a group that hold the beginning of a request, each with one more reference."""
+        if not self.prefix_reuse:
+            return PrefixMatch((), 0)
+        return self.allocators[group].lookup_prefix(sequence.tokens)
+
     def _sample(self, logits: jax.Array, step: Step) -> np.ndarray:
-        """Token of each row of the logits."""
+        """Token of each row of the logits; -1 where they are NaN or infinite."""
         rows = logits.shape[0]
         seeds, steps, top_k = np.zeros(rows, np.uint32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         temperature, top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
@@ -236,18 +272,20 @@ class Engine:
             top_p[row] = sequence.sampling.top_p
         logits = jax.device_put(logits, self._replicated)[:, : self.model.config.vocab_size]
         keys = request_keys(jnp.asarray(seeds), jnp.asarray(steps))
-        return np.asarray(sample(logits, keys, temperature, top_k, top_p))
+        return np.asarray(_draw(logits, keys, temperature, top_k, top_p))
 
     def _take(self, sequence: _Sequence, token: int) -> TokenEvent:
-        """Give a request its next token, and its pages back if that ends it."""
+        """Give a request its next token, or -1 for none, and its pages back if that ends it."""
         sequence.drawn += 1
         allocator = self.allocators[sequence.group]
         # Hashing the whole request for every token would be quadratic: only once its prompt or another page is full.
         filled = sequence.drawn == 1 or len(sequence.tokens) % allocator.tokens_per_page == 0
-        if self.prefix_reuse and filled:
+        if self.prefix_reuse and filled and token >= 0:
             allocator.publish_prefix(sequence.tokens, sequence.pages.tolist())
         finished = None
-        if token in self.model.config.eos_token_ids and not sequence.ignore_eos:
+        if token < 0:
+            finished = "nonfinite"
+        elif token in self.model.config.eos_token_ids and not sequence.ignore_eos:
             finished = "eos"
         elif (
             sequence.drawn == sequence.max_new_tokens

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from dsa_jax.params import ParamSpec
 from dsa_jax.placement import Column, Placement, axes_size, plan, write
+from dsa_jax.quantization import Coding
 from dsa_jax.safetensors_headers import CheckpointError
 
 # Columns in one program: enough to hide the cost of a call, few enough to compile quickly.
@@ -33,13 +34,17 @@ class StoredTensor:
       shape: Shape as stored.
       dtype: dtype as stored.
       position: Sort key; tensors are read in its order.
-      scale: Name of the tensor with its quantization scales, or None.
+      coding: What its bytes mean; None for plain values.
+      scales: Names of the tensors that the coding needs besides.
+      file_name: Name that the reader knows it by, where a source is made from a tensor of another name.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     position: tuple[str, int]
-    scale: str | None = None
+    coding: Coding | None = None
+    scales: tuple[str, ...] = ()
+    file_name: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +86,6 @@ def fill(
     *,
     max_batch_bytes: int,
     rows_only: bool,
-    block_size: tuple[int, int] | None = None,
     advance: Callable[[int], object] = lambda nbytes: None,
 ) -> dict[str, jax.Array]:
     """Read every source of the parameters and place it.
@@ -95,7 +99,6 @@ def fill(
       max_batch_bytes: Bytes of a batch, all copies on the devices counted; one column of sources is read whole even if
         it takes more.
       rows_only: Whether `read` is slow for parts of tensors that are not contiguous, as in `plan`.
-      block_size: Rows and columns of a quantization block.
       advance: Told the bytes placed, as they are placed; `source_bytes` is their sum.
 
     Returns:
@@ -120,7 +123,7 @@ def fill(
         arrays = wait()
         touched = {w.placement.name for w in batch}
         for w in batch:
-            _apply(w, buffers, arrays, stored, dtype, block_size)
+            _apply(w, buffers, arrays, stored, dtype)
             advance(w.nbytes)
         del arrays
         # Only then may the arrays of the batch be freed, and the next one begin.
@@ -151,7 +154,7 @@ def progress_bar(total: int, title: str, shown: bool) -> tqdm:
 
 def _nbytes(name: str, stored: Mapping[str, StoredTensor]) -> int:
     tensor = stored[name]
-    return tensor.nbytes + (0 if tensor.scale is None else stored[tensor.scale].nbytes)
+    return tensor.nbytes + sum(stored[scale].nbytes for scale in tensor.scales)
 
 
 def _drain(waiting: collections.deque) -> None:
@@ -164,8 +167,8 @@ def _drain(waiting: collections.deque) -> None:
 def _writes(placement: Placement, stored: Mapping[str, StoredTensor], max_batch_bytes: int) -> Iterator[_Write]:
     """Cut a parameter's columns into calls of equal numbers of columns, so that one compiled program serves them."""
 
-    def kind(column: Column) -> tuple[tuple[int, ...], str, bool]:
-        kinds = {(s.shape, str(stored[s.name].dtype), stored[s.name].scale is not None) for s in column.sources if s}
+    def kind(column: Column) -> tuple[tuple[int, ...], str, str]:
+        kinds = {(s.shape, str(stored[s.name].dtype), str(stored[s.name].coding)) for s in column.sources if s}
         if len(kinds) > 1:
             names = [source.name for source in column.sources if source]
             raise CheckpointError(f"tensors {names} must have one shape and dtype, got {kinds}")
@@ -199,11 +202,11 @@ def _wanted(batch: Sequence[_Write], stored: Mapping[str, StoredTensor]) -> dict
         for rank, name in w.names():
             tensor = stored[name]
             sharding = w.placement.source_sharding(rank, w.placement.source_axes(tensor.shape))
-            wanted[name] = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)
-            if tensor.scale is not None:
-                scale = stored[tensor.scale]
+            wanted[tensor.file_name or name] = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)
+            for scale_name in tensor.scales:
+                scale = stored[scale_name]
                 sharding = w.placement.source_sharding(rank, tuple(() for _ in scale.shape))
-                wanted[tensor.scale] = jax.ShapeDtypeStruct(scale.shape, scale.dtype, sharding=sharding)
+                wanted[scale_name] = jax.ShapeDtypeStruct(scale.shape, scale.dtype, sharding=sharding)
     return wanted
 
 
@@ -213,7 +216,6 @@ def _apply(
     arrays: Mapping[str, jax.Array],
     stored: Mapping[str, StoredTensor],
     dtype: jax.typing.DTypeLike,
-    block_size: tuple[int, int] | None,
 ) -> None:
     """Write the arrays of one call into its parameter, which is made when it is first needed."""
     name, spec, mesh = w.placement.name, w.placement.spec, w.placement.mesh
@@ -222,8 +224,10 @@ def _apply(
         buffers[name] = jnp.zeros(spec.shape, dtype if spec.dtype is None else spec.dtype, device=sharding)
     # Writing the last column again is cheaper than compiling another program for a shorter call.
     columns = (*w.columns, *itertools.repeat(w.columns[-1], w.count - len(w.columns)))
-    scales = {n: arrays[scale] for _, n in w.names() if (scale := stored[n].scale) is not None}
-    buffers[name] = write(w.placement, buffers[name], columns, arrays, scales, block_size)
+    sources = [source for _, source in w.names()]
+    pieces = {source: arrays[stored[source].file_name or source] for source in sources}
+    scales = {source: tuple(arrays[scale] for scale in stored[source].scales) for source in sources}
+    buffers[name] = write(w.placement, buffers[name], columns, pieces, scales, stored[sources[0]].coding)
 
 
 def _check_unique(specs: Mapping[str, ParamSpec]) -> None:

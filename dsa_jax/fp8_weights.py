@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsa_jax.config_quantization import QuantizationConfig
 from dsa_jax.params import RULES, ParamSpec, declare
 from dsa_jax.quantization import SCALE_SUFFIX, dequantize_blocks, scale_shape
 
@@ -26,6 +27,11 @@ _NEVER_PUBLISHED = ("embed_tokens.weight", "lm_head.weight", "norm.weight", "wei
 def published_fp8(name: str) -> bool:
     """Whether the published FP8 checkpoints quantise a tensor; for configurations that come without one."""
     return name.endswith(".weight") and not name.endswith(_NEVER_PUBLISHED)
+
+
+def declared_quantized(quantization: QuantizationConfig) -> Callable[[str], bool]:
+    """Predicate of the tensors that a checkpoint of this configuration quantises, as far as it can be told without."""
+    return lambda name: published_fp8(name) and not quantization.excludes(name)
 
 
 def fp8_candidates(model: nnx.Module) -> frozenset[str]:

@@ -1,12 +1,18 @@
 """Generation from a list of prompts."""
 
+import collections
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from dsa_jax.batch import check_prompts
+from dsa_jax.cache import CacheGeometry
+from dsa_jax.config import ModelConfig
 from dsa_jax.engine import Engine, EngineOptions, TokenEvent
 from dsa_jax.model import Model
+from dsa_jax.page_allocator import OutOfPagesError
 from dsa_jax.sampling import SamplingConfig
 from pallas_kernels.checks import check_positive
 
@@ -56,6 +62,38 @@ class Generation:
     compile_s: float
 
 
+class NonFiniteError(FloatingPointError):
+    """Logits that are NaN or infinite, from which no token can be drawn."""
+
+
+def check_request(
+    config: ModelConfig, geometry: CacheGeometry, prompts: Sequence[Sequence[int]], options: GenerateOptions
+) -> tuple[list[np.ndarray], int]:
+    """Everything that can be wrong with prompts; needs no weights.
+
+    Args:
+      config: The model's sizes.
+      geometry: Of the cache.
+      prompts: Token ids of each prompt.
+      options: How to generate.
+
+    Returns:
+      The prompts as arrays, and the pages of each data group's cache.
+
+    Raises:
+      ValueError: A prompt is out of range.
+      OutOfPagesError: A prompt needs more than `max_pages` pages.
+    """
+    arrays = check_prompts(prompts, config.vocab_size, config.max_position_embeddings)
+    lengths = [min(len(a) + options.max_new_tokens - 1, config.max_position_embeddings) for a in arrays]
+    needed = [-(-length // geometry.tokens_per_page) for length in lengths]
+    pages = sum(needed) if options.max_pages is None else options.max_pages
+    for i, count in enumerate(needed):
+        if count > pages:
+            raise OutOfPagesError(count, pages, pages, f"prompt {i}: ")
+    return arrays, pages
+
+
 def make_engine(model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions) -> Engine:
     """An engine with the prompts queued.
 
@@ -63,13 +101,7 @@ def make_engine(model: Model, prompts: Sequence[Sequence[int]], options: Generat
       ValueError: A prompt or an option is out of range.
       OutOfPagesError: A prompt needs more than `max_pages` pages.
     """
-    config = model.config
-    arrays = check_prompts(prompts, config.vocab_size, config.max_position_embeddings)
-    geometry = options.engine.geometry(model)
-    pages = options.max_pages
-    if pages is None:
-        lengths = [min(len(a) + options.max_new_tokens - 1, config.max_position_embeddings) for a in arrays]
-        pages = sum(-(-length // geometry.tokens_per_page) for length in lengths)
+    arrays, pages = check_request(model.config, options.engine.geometry(model), prompts, options)
     engine = Engine(model, pages, options.engine)
     for i, array in enumerate(arrays):
         # Equal prompts of one call must not draw equal tokens.
@@ -84,9 +116,21 @@ def make_engine(model: Model, prompts: Sequence[Sequence[int]], options: Generat
 
 
 def run(engine: Engine) -> Iterator[TokenEvent]:
-    """Every token of an engine's requests, as they come."""
+    """Every token of an engine's requests, as they come.
+
+    Raises:
+      NonFiniteError: The logits of a request are NaN or infinite; the engine can still run the others.
+    """
+    drawn: collections.Counter[int] = collections.Counter()
     while not engine.idle:
-        yield from engine.step()
+        for event in engine.step():
+            if event.finished == "nonfinite":
+                raise NonFiniteError(
+                    f"prompt {event.request}: the logits for new token {drawn[event.request]} are NaN or infinite;"
+                    " `dsa-jax inspect` names the weights that are"
+                )
+            drawn[event.request] += 1
+            yield event
 
 
 def stream(
@@ -106,6 +150,7 @@ def stream(
     Raises:
       ValueError: A prompt or an option is out of range.
       OutOfPagesError: A prompt needs more than `max_pages` pages.
+      NonFiniteError: The logits of a prompt are NaN or infinite.
     """
     options = dataclasses.replace(GenerateOptions() if options is None else options, **overrides)
     return run(make_engine(model, prompts, options))
@@ -128,6 +173,7 @@ def generate(
     Raises:
       ValueError: A prompt or an option is out of range.
       OutOfPagesError: A prompt needs more than `max_pages` pages.
+      NonFiniteError: The logits of a prompt are NaN or infinite.
     """
     options = dataclasses.replace(GenerateOptions() if options is None else options, **overrides)
     engine = make_engine(model, prompts, options)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from dsa_jax.batch import StepInputs
-from dsa_jax.cache import PagedCache
+from dsa_jax.cache import PagedCache, RequestState
 from dsa_jax.config import ModelConfig
 from dsa_jax.fp8_weights import keep_fp8
 from dsa_jax.layers.attention import gather_layer, no_selection
@@ -109,16 +109,20 @@ class Model(nnx.Module):
 
         Args:
           inputs: The group's arrays.
-          cache: This rank's pages; read while the layers run, written once at the end.
+          cache: This rank's pages, read while the layers run and written once at the end; and the state of its
+            requests, which each layer writes in place.
           options: Static options.
 
         Returns:
           New cache, this rank's share of the logits, selections.
         """
-        context = make_context(self.config, inputs, cache.geometry, options)
-        x = open_streams(self.embed(inputs.tokens), self.config.hyper_connections)
+        with jax.named_scope("layout"):
+            context = make_context(self.config, inputs, cache.geometry, options)
+        with jax.named_scope("embedding"):
+            x = open_streams(self.embed(inputs.tokens), self.config.hyper_connections)
         ahead = gather_layer(cache.ckv, jnp.int32(0), context) if options.decision.prefetch else None
-        carry = LayerCarry(x, no_selection(x.shape[0], self.config.selected_width, context), ahead)
+        selection = no_selection(x.shape[0], self.config.selected_width, context)
+        carry = LayerCarry(x, cache.state, selection, ahead)
         written = []
         for segment, layers in zip(self.plan, self.segments, strict=True):
             carry, outputs = run_segment(segment, layers, carry, context, cache)
@@ -129,18 +133,21 @@ class Model(nnx.Module):
             field.name: in_layer_order([[getattr(o, field.name) for o in outputs] for outputs in written])
             for field in dataclasses.fields(LayerOutputs)
         }
-        return StepOutputs(write_cache(cache, context, new), logits, new["selected"])
+        with jax.named_scope("cache_write"):
+            written_cache = write_cache(cache, context, carry.state, new)
+        return StepOutputs(written_cache, logits, new["selected"])
 
 
-def write_cache(cache: PagedCache, context: StepContext, new: dict[str, jax.Array | None]) -> PagedCache:
-    """The cache with what all layers left behind, by the names of `LayerOutputs`, written in one go."""
+def write_cache(
+    cache: PagedCache, context: StepContext, state: RequestState, new: dict[str, jax.Array | None]
+) -> PagedCache:
+    """The cache with `state`, and with what all layers left behind, by the names of `LayerOutputs`, in one go."""
     records, index_keys = new["record"], new["index_keys"]
     assert records is not None and index_keys is not None
-    state = {name: new[name] for name in ("kda", "conv", "ring")}
     return PagedCache(
         context.ckv.store(cache.ckv, records),
         context.index_keys.store(cache.index_keys, index_keys),
-        cache.state.write(context.state_slots, **state),
+        state,
         cache.geometry,
     )
 

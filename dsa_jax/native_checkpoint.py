@@ -4,14 +4,12 @@ Stacked layers are stored one by one and padding is left out: the folder does no
 only a few layers need to be in host memory at a time.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dsa_jax.checkpoint_folder import new_folder
 from dsa_jax.filling import Reader, StoredTensor, batches, fill, progress_bar, source_bytes
 from dsa_jax.params import ParamSpec, Source
 from dsa_jax.placement import split_axes
@@ -150,7 +149,8 @@ def save_parts(
       resume_key: Stands for everything that the pieces depend on. What an interrupted call with the same key has saved
         is kept for the next one, which goes on behind it. None keeps nothing.
     """
-    with _new_folder(out_folder, extra_files, resume_key) as unfinished:
+    kept = None if resume_key is None else lambda unfinished: bool(_read_progress(unfinished, resume_key))
+    with new_folder(out_folder, extra_files, kept) as unfinished:
         path = str(unfinished / PARAMS_FOLDER)
         described = _read_progress(unfinished, resume_key)
         _drop_unnoted(unfinished)
@@ -205,36 +205,6 @@ def _file_sizes(folder: Path) -> dict[str, int]:
     """Bytes of every file with weights, by its path in the folder."""
     files = [file for file in (folder / PARAMS_FOLDER).rglob("*") if file.is_file()]
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(files)}
-
-
-@contextlib.contextmanager
-def _new_folder(folder: Path | str, extra_files: Iterable[Path | str], resume_key: str | None) -> Iterator[Path]:
-    """A folder to fill, with copies of files, that takes its place if the block ends without an error.
-
-    With a `resume_key` it may hold what an earlier block with the same key has saved, and keeps it after an error.
-    """
-    folder = Path(folder).resolve()
-    files = [Path(file) for file in extra_files]
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"output folder {folder} exists already and is not empty")
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise CheckpointError(f"files to copy to {folder} are missing: {', '.join(missing)}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    suffix = uuid.uuid4().hex[:8] if resume_key is None else "resumable"
-    unfinished = folder.parent / f".{folder.name}.{suffix}.unfinished"
-    if unfinished.exists() and not _read_progress(unfinished, resume_key):
-        shutil.rmtree(unfinished)
-    unfinished.mkdir(exist_ok=resume_key is not None)
-    try:
-        for file in files:
-            shutil.copyfile(file, unfinished / file.name)
-        yield unfinished
-        os.replace(unfinished, folder)
-    except BaseException:
-        if not _read_progress(unfinished, resume_key):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def cut(array: jax.Array, layer: int | None, shape: tuple[int, ...]) -> jax.Array:
@@ -342,9 +312,11 @@ def native_reader(folder: Path | str) -> Reader:
             try:
                 with context:
                     return ocp.load(params_folder, wanted)
-            except (OSError, ValueError, KeyError) as error:
+            except jax.errors.JaxRuntimeError:  # The devices' memory, not the folder.
+                raise
+            except Exception as error:  # Orbax raises nothing narrower where the bytes of an array are damaged.
                 raise CheckpointError(
-                    f"checkpoint {folder}: reading {next(iter(wanted))!r}... failed: {_one_line(error)}"
+                    f"checkpoint {folder}: reading {next(iter(wanted))!r}... failed: {_one_line(_root(error))}"
                 ) from error
 
         return wait
@@ -352,8 +324,15 @@ def native_reader(folder: Path | str) -> Reader:
     return read
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+def _root(error: BaseException) -> BaseException:
+    """The error that started it: those above tell of Orbax's own state."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def read_native_headers(folder: Path | str) -> dict[str, StoredTensor]:

@@ -11,8 +11,8 @@ import numpy as np
 class OutOfPagesError(RuntimeError):
     """More pages were asked for than are free; the allocator is as it was before the call."""
 
-    def __init__(self, needed: int, free: int, total: int):
-        super().__init__(f"out of pages: {needed} needed, {free} of {total} free")
+    def __init__(self, needed: int, free: int, total: int, who: str = ""):
+        super().__init__(f"{who}out of pages: {needed} needed, {free} of {total} free")
         self.needed = needed
         self.free = free
         self.total = total

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsa_jax.params import ParamSpec, Source
-from dsa_jax.quantization import dequantize_blocks
+from dsa_jax.quantization import Coding
 
 Axes = tuple[str, ...]
 
@@ -144,33 +144,43 @@ def write(
     buffer: jax.Array,
     columns: Sequence[Column],
     arrays: Mapping[str, jax.Array],
-    scales: Mapping[str, jax.Array],
-    block_size: tuple[int, int] | None,
+    scales: Mapping[str, tuple[jax.Array, ...]],
+    coding: Coding | None,
 ) -> jax.Array:
-    """Write columns into a parameter: cast, dequantized if they have scales, zero where a rank has no source.
+    """Write columns into a parameter: decoded, cast, zero where a rank has no source.
 
     Args:
       placement: The parameter's plan.
       buffer: The parameter; donated.
-      columns: Columns to write, of sources of one shape and one dtype.
+      columns: Columns to write, of sources of one shape, one dtype and one coding.
       arrays: Sources by name, each with the sharding of `Placement.source_sharding`.
-      scales: float32 scales by the name of the source, for all sources or for none; each replicated over the devices of
-        its source.
-      block_size: Rows and columns of a quantization block, if there are scales.
+      scales: What the coding needs besides, by the name of the source; each replicated over the devices of its source.
+      coding: What the sources' bytes mean, or None for plain values.
 
     Returns:
       The parameter with the columns in place.
     """
     first = next(source for source in columns[0].sources if source is not None)
     axes = placement.source_axes(first.shape)
-    quantized = first.name in scales
     pieces = tuple(_gather_ranks(placement, column, arrays, axes) for column in columns)
-    unsplit = ((), ()) if quantized else ()
-    factors = tuple(_gather_ranks(placement, column, scales, unsplit) for column in columns) if quantized else ()
+    factors, ranks = [], []
+    for number in range(len(scales[first.name])):
+        part = {name: _as_vector(of_source[number]) for name, of_source in scales.items()}
+        ranks.append(part[first.name].ndim)
+        unsplit = ((),) * ranks[-1]
+        factors.append(tuple(_gather_ranks(placement, column, part, unsplit) for column in columns))
     starts = np.array([column.index for column in columns], np.int32).reshape(len(columns), placement.lead)
-    block_size = block_size if quantized else None
-    writer = _writer(placement.mesh, placement.spec.shape, placement.spec.spec, placement.lead, axes, block_size)
-    return writer(buffer, pieces, factors, starts)
+    shape, spec = placement.spec.shape, placement.spec.spec
+    writer = _writer(placement.mesh, shape, spec, placement.lead, axes, coding, tuple(ranks))
+    return writer(buffer, pieces, tuple(factors), starts)
+
+
+def _as_vector(x: jax.Array) -> jax.Array:
+    """A scalar as [1], so that those of several ranks can be joined; through the host, whatever mesh is in context."""
+    if x.ndim:
+        return x
+    parts = [jax.device_put(np.asarray(shard.data).reshape(1), shard.device) for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays((1,), x.sharding, parts)
 
 
 def _gather_ranks(
@@ -206,18 +216,18 @@ def _writer(
     spec: PartitionSpec,
     lead: int,
     axes: tuple[Axes, ...],
-    block_size: tuple[int, int] | None,
+    coding: Coding | None,
+    scale_ranks: tuple[int, ...],
 ) -> Callable[..., jax.Array]:
     """Program that writes columns into a parameter; jit keeps one for each shape and number of columns."""
     dims = split_axes(spec, len(shape))
     lead_axes = sum(dims[:lead], ())
     tail = tuple(zip(dims[lead:], axes, shape[lead:], strict=True))
 
-    def value_of(piece: jax.Array, scale: jax.Array | None) -> jax.Array:
-        if scale is not None:
-            assert block_size is not None
-            rows, columns = (jax.lax.axis_index(a) * n if a else 0 for a, n in zip(axes, piece.shape, strict=True))
-            piece = dequantize_blocks(piece, scale, block_size=block_size, offset=(rows, columns))
+    def value_of(piece: jax.Array, scales: tuple[jax.Array, ...]) -> jax.Array:
+        if coding is not None:
+            offset = tuple(jax.lax.axis_index(a) * n if a else 0 for a, n in zip(axes, piece.shape, strict=True))
+            piece = coding.decode(piece, scales, offset)
         for dim, (wanted, split, size) in enumerate(tail):
             if wanted and not split:  # It came whole: pad it and take this rank's part.
                 widths = [(0, size - n if d == dim else 0, 0) for d, n in enumerate(piece.shape)]
@@ -227,12 +237,12 @@ def _writer(
         return piece
 
     def write_local(
-        buffer: jax.Array, pieces: tuple[jax.Array, ...], scales: tuple[jax.Array, ...], starts: jax.Array
+        buffer: jax.Array, pieces: tuple[jax.Array, ...], scales: tuple[tuple[jax.Array, ...], ...], starts: jax.Array
     ) -> jax.Array:
         dtype = buffer.dtype
         buffer = _as_bytes(buffer)
         for i, piece in enumerate(pieces):
-            value = _as_bytes(value_of(piece, scales[i] if scales else None).astype(dtype))
+            value = _as_bytes(value_of(piece, tuple(of_columns[i] for of_columns in scales)).astype(dtype))
             value = value.reshape((1,) * lead + value.shape)
             begin = [*starts[i], *(jnp.zeros((), starts.dtype) for _ in tail)]
             buffer = jax.lax.dynamic_update_slice(buffer, value, begin)
@@ -241,6 +251,7 @@ def _writer(
     def with_ranks(split: Sequence[Axes]) -> PartitionSpec:
         return _partition(((*lead_axes, *split[0]), *split[1:]) if split else ())
 
-    in_specs = (spec, with_ranks(axes), with_ranks(((), ())), PartitionSpec())
+    scale_specs = tuple(with_ranks(((),) * rank) for rank in scale_ranks)
+    in_specs = (spec, with_ranks(axes), scale_specs, PartitionSpec())
     program = jax.shard_map(write_local, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)
     return jax.jit(program, donate_argnums=0)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsa_jax.batch import Request, Step, StepInputs, build_step
 from dsa_jax.cache import DEFAULT_PAGE_SIZE, CacheGeometry, PagedCache, cache_shapes
 from dsa_jax.config import ModelConfig
-from dsa_jax.fp8_weights import fp8_candidates, fp8_parameters, published_fp8
+from dsa_jax.fp8_weights import declared_quantized, fp8_candidates, fp8_parameters
 from dsa_jax.layers.context import StepOptions
 from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_specs
 from dsa_jax.params import ParamSpec
@@ -38,7 +38,7 @@ class PlanOptions:
       context: Tokens of the prompt.
       chunk_size: Most rows of a step.
       dtype: dtype of activations, and of weights that are not kept in FP8.
-      keep_fp8: Whether the weights of an FP8 checkpoint stay FP8.
+      keep_fp8: Whether the weights of an FP8 checkpoint stay FP8, and those of an NVFP4 one become FP8.
       kv_format: Format of the compressed KV, see `CacheGeometry.for_model`.
       index_format: Format of the index keys.
       page_size: Tokens of a page that each DCP rank holds.
@@ -95,7 +95,7 @@ class Plan:
 
     Attributes:
       weights: Bytes of the weights, by dtype.
-      caches: Bytes of the caches: "ckv" and "index_keys".
+      caches: Bytes of the caches: "ckv", "index_keys", and "state" of one request a data group where the model has any.
       workspaces: Bytes of what a step holds besides, by purpose; those of one layer at its fullest.
       cache_tokens_lost: Tokens that the cache could hold in the bytes of the gathered buffers.
       decision: The path of the prompt's last step.
@@ -128,7 +128,8 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh) -> Abst
         )
     model = abstract_model(config, mesh)
     if options.keep_fp8 and config.quantization is not None:
-        kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), published_fp8)
+        quantized = declared_quantized(config.quantization)
+        kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), quantized)
         model = abstract_model(config, mesh, kept)
     arrays = {
         name: jax.ShapeDtypeStruct(
@@ -147,7 +148,9 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh) -> Abst
     rows = step.inputs.tokens.shape[0] // options.data
     inputs = dataclasses.replace(
         step.inputs,
-        plan=plan_rows(decision, step.lengths, rows, qsplit=mesh.shape[QSPLIT], dcp=mesh.shape[DCP]),
+        plan=plan_rows(
+            decision, step.lengths, rows, qsplit=mesh.shape[QSPLIT], dcp=mesh.shape[DCP], kpool=geometry.kpool
+        ),
     )
     by_group = NamedSharding(mesh, PartitionSpec(DATA))
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_group), inputs)
@@ -158,6 +161,7 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh) -> Abst
         implementation=options.execution.implementation,
         workspace_bytes=options.execution.workspace_bytes,
         expert_exchange=options.execution.expert_exchange,
+        single_rows=config.kda is not None and min(options.chunk_size, options.context) == 1,
     )
     return AbstractStep(model, cache_shapes(config, geometry, pages, mesh), inputs, step_options)
 
@@ -191,17 +195,14 @@ def make_plan(config: ModelConfig, options: PlanOptions) -> Plan:
     for spec in parameter_specs(step.model).values():
         kind = dtype if spec.dtype is None else spec.dtype
         weights[kind.name] = weights.get(kind.name, 0) + local_elements(spec, mesh) * kind.itemsize
-    ckv, index_keys = step.cache.ckv, step.cache.index_keys
-    ranks = options.data * options.dcp
+    parts = {"ckv": step.cache.ckv, "index_keys": step.cache.index_keys, "state": step.cache.state}
+    caches = {name: sum(map(_local_bytes, jax.tree.leaves(part))) for name, part in parts.items()}
     workspaces = workspace_bytes(config, options, step)
     # What a token takes of a rank's memory; a page is dealt to all ranks of a group.
     per_token = geometry.bytes_per_token(config) / options.dcp
     return Plan(
         weights=weights,
-        caches={
-            "ckv": math.prod(ckv.shape) * ckv.dtype.itemsize // ranks,
-            "index_keys": math.prod(index_keys.shape) * index_keys.dtype.itemsize // ranks,
-        },
+        caches={name: count for name, count in caches.items() if count},
         workspaces=workspaces,
         cache_tokens_lost=int(workspaces["gathered_history"] / per_token),
         decision=step.options.decision,
@@ -221,6 +222,12 @@ def local_elements(spec: ParamSpec, mesh: Mesh) -> int:
     """Elements of a parameter that one device holds."""
     local = NamedSharding(mesh, spec.spec).shard_shape(spec.shape)
     return math.prod(local)
+
+
+def _local_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array of the cache that one device holds."""
+    assert array.sharding is not None
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def workspace_bytes(config: ModelConfig, options: PlanOptions, step: AbstractStep) -> dict[str, int]:
@@ -245,13 +252,18 @@ def workspace_bytes(config: ModelConfig, options: PlanOptions, step: AbstractSte
         if options.keep_fp8 and config.quantization is not None:
             # One projection of a layer's experts at a time is dequantised.
             experts += -(-moe.num_experts // tp) * moe.intermediate_size * config.hidden_size * value
+    streams = 1 if config.hyper_connections is None else config.hyper_connections.streams
+    linear = 0
+    if config.kda is not None:
+        # Queries, keys, values, decays and outputs in float32, before and behind their deal into blocks.
+        linear = 10 * rows * config.kda.width // tp * 4
     return {
         "gathered_history": step.options.ckv_rows * ckv * buffers,
         "index_keys": step.options.index_rows * index * 2,
-        "layer": max(attention + bound, experts, bound + selection * 8),
+        "layer": max(attention + bound, experts, bound + selection * 8, linear + bound if linear else 0),
         "selection": selection * 8,
-        "residual": 4 * rows * config.hidden_size * value,
+        "residual": 4 * rows * streams * config.hidden_size * value,
         # Every layer's records and index keys until they are written, and once more while they are joined.
-        "records": 2 * rows * (config.num_layers * ckv + full * index),
+        "records": 2 * rows * (len(config.sparse_layers) * ckv + full * index // config.index_kpool),
         "logits": step.inputs.logits_rows.shape[0] // options.data * -(-config.vocab_size // tp) * 4,
     }

@@ -6,9 +6,12 @@ compare settings by: it knows no launch overheads, no imbalance of experts and n
 
 import dataclasses
 
-from dsa_jax.config import ModelConfig
+from dsa_jax.config import KdaConfig, ModelConfig
 from sharding.cost_model import AttentionFacts, Hardware
 from sharding.policy import Decision, PrefillPolicy, decide
+
+# Times that linear attention reads or writes a float32 of each row and channel, counted in a compiled program.
+LINEAR_PASSES = 110
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +21,7 @@ class PredictedTime:
     Attributes:
       ttft_s: From the first chunk's start to the last chunk's logits.
       layers_s: Of the last chunk, by kind of layer and part: "indexer" (full layers only), "attention", "projections",
-        "dense_mlp", "experts", "collectives".
+        "linear_attention" (its layers only, projections included), "dense_mlp", "experts", "collectives".
     """
 
     ttft_s: float
@@ -79,6 +82,8 @@ def layer_seconds(
         "dense_mlp": 2 * rows * 3 * hidden * config.intermediate_size / tp / hardware.matmul_flops,
         "collectives": 2 * (reduced + hardware.latency_s) if tp > 1 else 0.0,
     }
+    if config.kda is not None:
+        parts["linear_attention"] = _linear_seconds(config, config.kda, rows, tp, hardware)
     if config.moe is not None:
         moe = config.moe
         active = moe.intermediate_size * (moe.num_experts_per_tok + moe.num_shared_experts)
@@ -89,9 +94,18 @@ def layer_seconds(
     return parts
 
 
+def _linear_seconds(config: ModelConfig, kda: KdaConfig, rows: int, tp: int, hardware: Hardware) -> float:
+    """Time of a layer's linear attention."""
+    per_channel = 4 * config.hidden_size + 2 * kda.head_dim
+    weights = kda.width / tp * per_channel + 2 * config.hidden_size * kda.head_dim
+    core = rows * kda.width / tp * 4 * LINEAR_PASSES
+    return 2 * rows * weights / hardware.matmul_flops + core / hardware.memory_bytes_per_s
+
+
 def model_seconds(config: ModelConfig, parts: dict[str, float]) -> float:
     """Time of all layers; the embedding and the logits of one row are left out."""
-    every = parts["attention"] + parts["projections"] + parts["collectives"]
     full, dense = config.indexer_types.count("full"), config.mlp_types.count("dense")
+    sparse = len(config.sparse_layers) * (parts["attention"] + parts["projections"])
+    linear = (config.num_layers - len(config.sparse_layers)) * parts.get("linear_attention", 0.0)
     mlps = dense * parts["dense_mlp"] + (config.num_layers - dense) * parts.get("experts", 0.0)
-    return config.num_layers * every + full * parts["indexer"] + mlps
+    return sparse + linear + config.num_layers * parts["collectives"] + full * parts["indexer"] + mlps

@@ -1,6 +1,7 @@
 """Prefill of ragged prompts in chunks."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -14,6 +15,10 @@ from dsa_jax.step import StepRunner
 from sharding.mesh import DATA
 
 DEFAULT_CHUNK_SIZE = 2048
+
+
+class NonFiniteWarning(RuntimeWarning):
+    """Logits that are NaN or infinite."""
 
 
 @dataclasses.dataclass
@@ -93,6 +98,11 @@ class PrefillResult:
     selected: list[np.ndarray] | None
 
 
+def nonfinite(logits: Sequence[np.ndarray]) -> list[int]:
+    """Numbers of the requests whose logits are not all finite."""
+    return [i for i, rows in enumerate(logits) if not np.isfinite(rows).all()]
+
+
 def prefill(
     runner: StepRunner,
     batch: Batch,
@@ -103,6 +113,8 @@ def prefill(
     return_selected: bool = False,
 ) -> PrefillResult:
     """Process every pending token of the batch.
+
+    Logits that are NaN or infinite are returned as they are, with a `NonFiniteWarning` that names the requests.
 
     Args:
       runner: Runs the steps of the model.
@@ -156,8 +168,15 @@ def prefill(
             if values is not None and (logits == "all" or request.pending == 0):
                 wanted = rows if logits == "all" else slice(piece.logits_row, piece.logits_row + 1)
                 pieces_logits[piece.request].append(values[wanted, :vocab])
+    results = [np.concatenate(p) if p else np.zeros((0, vocab), np.float32) for p in pieces_logits]
+    if bad := nonfinite(results):
+        warnings.warn(
+            f"the logits of prompts {bad} are NaN or infinite; `dsa-jax inspect` names the weights that are",
+            NonFiniteWarning,
+            stacklevel=2,
+        )
     return PrefillResult(
         cache=jax.block_until_ready(cache),
-        logits=[np.concatenate(p) if p else np.zeros((0, vocab), np.float32) for p in pieces_logits],
+        logits=results,
         selected=[np.concatenate(p, axis=1) for p in pieces_selected] if return_selected else None,
     )

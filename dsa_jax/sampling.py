@@ -1,15 +1,16 @@
 """Choosing the next token from logits: greedy, temperature, top-k, top-p."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.checks import check_array
 
 OP = "sample"
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,7 @@ class SamplingConfig:
     """How the tokens of one request are chosen.
 
     Attributes:
-      temperature: What the logits are divided by; 0 takes the best token.
+      temperature: What the logits are divided by, at most float32's largest number; 0 takes the best token.
       top_k: Sample among the best `top_k` tokens only; 0 means all.
       top_p: Sample among the smallest set of best tokens with at least this probability; 1 means all.
       seed: Seed of the request's own random numbers, in [0, 2**32).
@@ -32,8 +33,8 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
+        if not 0 <= self.temperature <= _LARGEST:
+            raise ValueError(f"temperature must be in [0, {_LARGEST:.7g}], got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         for name, value, limit in (("top_k", self.top_k, 2**31), ("seed", self.seed, 2**32)):

@@ -206,6 +206,7 @@ class StepRunner:
       model: The model.
       execution: How the steps run.
       compile_seconds: Time spent compiling so far.
+      programs: Compiled programs that have run.
       decision: The path of the last step.
     """
 
@@ -218,6 +219,7 @@ class StepRunner:
         self.model = model
         self.execution = Execution() if execution is None else execution
         self.compile_seconds = 0.0
+        self.programs: list[jax.stages.Compiled] = []
         self.decision: Decision | None = None
         self._state = nnx.state(model)
         self._inputs_sharding = NamedSharding(model.mesh, PartitionSpec(DATA))
@@ -260,4 +262,6 @@ class StepRunner:
         started = time.perf_counter()
         compiled = compile_step(self.model, inputs, cache, options)
         self.compile_seconds += time.perf_counter() - started
+        if compiled not in self.programs:
+            self.programs.append(compiled)
         return compiled(self._state, inputs, cache)

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from bench_case import Case
 
-OPS = ("lightning_indexer", "topk", "index_topk", "sparse_mla")
+OPS = ("lightning_indexer", "topk", "index_topk", "sparse_mla", "scaled_matmul")
 GROUPS, CALLS, WARM_UP = 7, 8, 2
 REST_SECONDS, RESTED_CALLS = 0.5, 3
 

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_profile import breakdown
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from make_synthetic_checkpoint import first_layers
@@ -31,7 +30,8 @@ from dsa_jax.fp8_weights import FP8, fp8_candidates, fp8_parameters, published_f
 from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_specs
 from dsa_jax.params import ParamSpec
 from dsa_jax.plan_time import predict_time
-from dsa_jax.step import Execution, attention_facts, compile_step
+from dsa_jax.profiling import profile
+from dsa_jax.step import Execution, attention_facts
 from sharding.mesh import DCP, QSPLIT, make_mesh
 from sharding.policy import PrefillPolicy
 
@@ -45,6 +45,20 @@ def read_config(name: str, layers: int | None) -> ModelConfig:
     return ModelConfig.from_dict(first_layers(json.loads(file.read_text()), layers))
 
 
+def hashed(*indices: jax.Array) -> jax.Array:
+    """Bits uint32 that look random and depend on the indices alone, which broadcast against each other."""
+    bits = jnp.uint32(0)
+    for index in indices:
+        bits = (bits ^ index.astype(jnp.uint32)) * jnp.uint32(2654435761)
+        bits = bits ^ (bits >> 15)
+    return bits
+
+
+def uniform(bits: jax.Array) -> jax.Array:
+    """Floats in [-0.5, 0.5) of random bits."""
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24 - 0.5
+
+
 def random_parameter(name: str, spec: ParamSpec, mesh: Mesh) -> jax.Array:
     """Values that cost no memory to make: a hash of their position, and 1 for norms."""
     dtype = jnp.dtype(jnp.bfloat16) if spec.dtype is None else spec.dtype
@@ -54,14 +68,11 @@ def random_parameter(name: str, spec: ParamSpec, mesh: Mesh) -> jax.Array:
             return jnp.full(spec.shape, 0.0 if name.endswith("bias") else 1.0, dtype)
         if name.endswith("_scale_inv"):
             return jnp.full(spec.shape, 0.02, dtype)
-        bits = jnp.zeros(spec.shape, jnp.uint32)
-        for dim in range(len(spec.shape)):
-            bits = (bits ^ jax.lax.broadcasted_iota(jnp.uint32, spec.shape, dim)) * jnp.uint32(2654435761)
-            bits = bits ^ (bits >> 15)
+        bits = hashed(*(jax.lax.broadcasted_iota(jnp.uint32, spec.shape, dim) for dim in range(len(spec.shape))))
         if dtype == FP8:
             # Without the highest bit of the exponent: at most 1.875, no NaN.
             return jax.lax.bitcast_convert_type(((bits >> 8) & 0xBF).astype(jnp.uint8), FP8)
-        return ((bits >> 8).astype(jnp.float32) * 2.0**-24 - 0.5).astype(dtype) * jnp.asarray(0.07, dtype)
+        return uniform(bits).astype(dtype) * jnp.asarray(0.07, dtype)
 
     return jax.jit(make, out_shardings=NamedSharding(mesh, spec.spec))()
 
@@ -110,22 +121,6 @@ def peak_bytes() -> int | None:
     return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)
 
 
-class _Recorder:
-    """Keeps the programs that an engine runs."""
-
-    def __init__(self, engine: Engine):
-        self.programs: dict[int, str] = {}
-        runner, prepare = engine.runner, engine.runner.prepare
-
-        def recorded(step, geometry, **options):
-            inputs, step_options = prepare(step, geometry, **options)
-            compiled = compile_step(runner.model, inputs, engine.cache, step_options)
-            self.programs[id(compiled)] = compiled.as_text() or ""
-            return inputs, step_options
-
-        runner.prepare = recorded
-
-
 def measure(model: Model, context: int, requests: int, args: argparse.Namespace) -> dict[str, Any]:
     """One line of the report."""
     config, mesh = model.config, model.mesh
@@ -144,11 +139,8 @@ def measure(model: Model, context: int, requests: int, args: argparse.Namespace)
     prompts = [rng.integers(0, config.vocab_size, context).tolist() for _ in range(requests)]
     serve(engine, prompts, args.new_tokens)  # compiles
     runs = [serve(engine, prompts, args.new_tokens) for _ in range(args.repeats)]
-    recorder = _Recorder(engine)
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            serve(engine, prompts, 1)
-        parts = breakdown(Path(folder), list(recorder.programs.values()), mesh.size)
+        parts = profile(Path(folder), engine.runner, lambda: serve(engine, prompts, 1))
     geometry = engine.geometry
     predicted = predict_time(
         config,
@@ -167,7 +159,7 @@ def measure(model: Model, context: int, requests: int, args: argparse.Namespace)
         "tpot_s": summary([t for run in runs for t in run.tpot]),
         "tokens_per_s": summary([requests * (context + args.new_tokens) / run.seconds for run in runs]),
         "parts_s": parts,
-        "programs": len(recorder.programs),
+        "programs": len(engine.runner.programs),
         "compile_s": engine.runner.compile_seconds,
         "peak_bytes": peak_bytes(),
         "predicted_ttft_s": predicted.ttft_s,

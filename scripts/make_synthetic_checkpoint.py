@@ -2,9 +2,9 @@
 
     python scripts/make_synthetic_checkpoint.py config.json OUT --layers 4
 
-Tensors, names, dtypes and files are those of a published checkpoint of the configuration: BF16, or block FP8 with
-scales. By default the files are sparse: they hold zeros and take no room. With `--fill` every tensor repeats a block of
-random values, so that a disk has something to read. `--layers` keeps the first layers only.
+Tensors, names, dtypes and files are those of a published checkpoint of the configuration: BF16, block FP8 or NVFP4
+with scales. By default the files are sparse: they hold zeros and take no room. With `--fill` every tensor repeats a
+block of random values, so that a disk has something to read. `--layers` keeps the first layers only.
 """
 
 import argparse
@@ -20,11 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsa_jax.config import ModelConfig
-from dsa_jax.fp8_weights import FP8, fp8_candidates, fp8_parameters, published_fp8
+from dsa_jax.fp8_weights import FP8, declared_quantized, fp8_candidates, fp8_parameters
 from dsa_jax.model import abstract_model, parameter_specs
+from dsa_jax.params import ParamSpec
+from dsa_jax.quantization import (
+    FP4_GLOBAL_SUFFIX,
+    FP4_GROUP,
+    FP4_SCALE_SUFFIX,
+    SCALE_SUFFIX,
+    activation_scale,
+)
 from sharding.mesh import planning_mesh
 
-NAMES = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
+NAMES = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}
+# Sizes of random values by the end of the name: quantised values fill their range, and the scales bring them back to
+# the size that models are initialised with.
+SIZES = {SCALE_SUFFIX: 2e-4, FP4_GLOBAL_SUFFIX: 6e-5, FP4_SCALE_SUFFIX: 100.0}
 BLOCK_BYTES = 1 << 20
 
 
@@ -59,21 +70,33 @@ def tensors_of(config: ModelConfig) -> list[Tensor]:
     """Tensors of a checkpoint, in the order of the layers."""
     mesh = planning_mesh()
     model = abstract_model(config, mesh)
+    nvfp4 = config.quantization is not None and config.quantization.method == "nvfp4"
     if config.quantization is not None:
-        kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), published_fp8)
+        quantized = declared_quantized(config.quantization)
+        kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), quantized)
         model = abstract_model(config, mesh, kept)
-    bf16 = jnp.dtype(jnp.bfloat16)
-    found = [
-        Tensor(source.name, source.shape, bf16 if spec.dtype is None else spec.dtype)
-        for spec in parameter_specs(model).values()
-        for source in spec.sources
-    ]
+    found = [tensor for spec in parameter_specs(model).values() for tensor in _stored(spec, nvfp4)]
 
     def order(tensor: Tensor) -> tuple[int, str]:
         parts = tensor.name.split(".")
         return (int(parts[2]) if parts[:2] == ["model", "layers"] else -1, tensor.name)
 
     return sorted(found, key=order)
+
+
+def _stored(spec: ParamSpec, nvfp4: bool) -> Iterator[Tensor]:
+    """What a checkpoint holds for a parameter; with NVFP4 for one that is declared as block FP8."""
+    bf16, float32 = jnp.dtype(jnp.bfloat16), np.dtype(np.float32)
+    for source in spec.sources:
+        if not nvfp4 or spec.dtype != FP8:
+            if not (nvfp4 and source.name.endswith(SCALE_SUFFIX)):
+                yield Tensor(source.name, source.shape, bf16 if spec.dtype is None else spec.dtype)
+            continue
+        rows, columns = source.shape
+        yield Tensor(source.name, (rows, columns // 2), np.dtype(np.uint8))
+        yield Tensor(source.name + FP4_SCALE_SUFFIX, (rows, columns // FP4_GROUP), FP8)
+        yield Tensor(source.name + FP4_GLOBAL_SUFFIX, (), float32)
+        yield Tensor(activation_scale(source.name), (), float32)
 
 
 def files_of(tensors: list[Tensor], file_bytes: int) -> Iterator[list[Tensor]]:
@@ -106,10 +129,14 @@ def write_file(path: Path, tensors: list[Tensor], fill: bool) -> None:
 
 def _write_blocks(file, tensor: Tensor) -> None:
     rng = np.random.default_rng(len(tensor.name))
-    values = rng.standard_normal(min(BLOCK_BYTES // tensor.dtype.itemsize, math.prod(tensor.shape)))
-    # FP8 fills its range and the scales bring it back to the size that models are initialised with.
-    size = 100.0 if tensor.dtype == FP8 else 2e-4 if tensor.name.endswith("_scale_inv") else 0.02
-    block = (size * values).astype(tensor.dtype).tobytes()
+    count = min(BLOCK_BYTES // tensor.dtype.itemsize, math.prod(tensor.shape))
+    if tensor.dtype == np.uint8:
+        block = rng.bytes(count)
+    else:
+        # A scale of few values must not come out near 0.
+        values = rng.uniform(0.5, 1.5, count) if tensor.name.endswith(tuple(SIZES)) else rng.standard_normal(count)
+        size = next((size for end, size in SIZES.items() if tensor.name.endswith(end)), 0.02)
+        block = ((100.0 if tensor.dtype == FP8 else size) * values).astype(tensor.dtype).tobytes()
     for start in range(0, tensor.nbytes, len(block)):
         file.write(block[: tensor.nbytes - start])
 

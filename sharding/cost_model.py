@@ -180,9 +180,16 @@ def attention_cost(
     received, seconds = 0.0, 0.0
     if splits > 1:
         exchanged = (splits - 1) / splits * step.scheduled * model.heads / tp * model.value_bytes
-        exchanged *= model.record_width + model.kv_lora_rank
+        # Outputs that are projected before the merge come back projected, by weights of all the heads of the rows.
+        projected = sharded and projection_pays(step, model, dcp=dcp)
+        exchanged *= model.record_width + (model.value_dim if projected else model.kv_lora_rank)
         received += exchanged
         seconds += exchanged / hardware.exchange_bytes_per_s + 2 * hardware.latency_s
+        if projected:
+            weights = model.kv_lora_rank * model.value_dim * model.value_bytes
+            weights *= (splits - 1) * model.heads / tp
+            received += weights
+            seconds += weights / hardware.gather_bytes_per_s + hardware.latency_s
     selected = step.selected / splits
     if sharded:
         cost = _stock_exchange(step, model, hardware, dcp=dcp, rows=rows, heads=heads)

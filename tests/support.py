@@ -12,6 +12,7 @@ from dsa_jax.engine import EngineOptions
 from dsa_jax.model import Model
 from dsa_jax.prefill import Batch, PrefillResult, prefill
 from dsa_jax.step import Execution, StepRunner
+from dsa_jax.testing import assert_same_selections
 from sharding.mesh import make_mesh
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -66,11 +67,6 @@ def run_prefill(
     return prefill(runner, batch, cache, chunk_size=chunk_size, logits=logits, return_selected=selected)
 
 
-def as_sets(selected: np.ndarray) -> list[frozenset[int]]:
-    """Selected positions [rows, k] of each row as a set; positions behind the row's own are no selection."""
-    return [frozenset(int(x) for x in row if 0 <= x <= t) for t, row in enumerate(selected)]
-
-
 def selecting_layers(variant: str, name: str) -> list[int]:
     """Numbers of the layers with sparse attention."""
     prefix = f"{name}_sel_L"
@@ -99,6 +95,8 @@ def assert_selected(got: np.ndarray, variant: str, name: str, row: int = 0, firs
     for number, layer in enumerate(layers):
         want = answers(variant)[f"{name}_sel_L{layer}"][row].astype(np.int64)
         want = np.where(want >= 0, want - first, -1)[first : first + got.shape[1]]
-        assert as_sets(got[number]) == as_sets(want), f"{variant} {name} layer {layer}"
+        # A position behind the row's own is no selection.
+        want = np.where(want <= np.arange(len(want))[:, None], want, -1)
+        assert_same_selections(got[number], want, f"{variant} {name} layer {layer}")
         for t, line in enumerate(got[number]):
             assert (line >= 0).sum() == selected_count(got.shape[2], t + 1, variant)

@@ -95,7 +95,8 @@ def no_selection(rows: int, width: int, context: StepContext) -> Selection:
 def gather_layer(pages: jax.Array, layer: jax.Array, context: StepContext) -> jax.Array:
     """History of a layer's records on all ranks [ranks, rows, width]."""
     ckv = context.ckv
-    return gather_history(lambda slots: read(ckv.fmt, pages, slots, layer=layer), ckv.slots)
+    with jax.named_scope("history"):
+        return gather_history(lambda slots: read(ckv.fmt, pages, slots, layer=layer), ckv.slots)
 
 
 def _rank_buffer(
@@ -156,10 +157,11 @@ def attend(
             return dcp_sparse_mla(q, buffer, *rows, value_up=value_up, out_dtype=dtype, **arguments)[0]
 
         out = _split(q, attend_owned, rows, decision.token_split, (QSPLIT,))
-        return out if decision.project_first else project_values(out, value_rows).astype(dtype)
+        return out if decision.project_first else _project(out, value_rows, dtype)
     if jax.lax.axis_size(DCP) > 1:
         history = gather_layer(pages, layer, context) if history is None else history
-        buffer = append_chunk(history, record, context.gathered_own)
+        with jax.named_scope("history"):
+            buffer = append_chunk(history, record, context.gathered_own)
         buffer, slots = buffer.reshape(-1, buffer.shape[-1]), selection.slots
     else:
         buffer, slots = _rank_buffer(pages, layer, record, selection, context)
@@ -170,7 +172,12 @@ def attend(
         return sparse_mla(q, buffer, slots, num_valid=count, out_dtype=dtype, **arguments)[0]
 
     out = _split(q, attend_all, rows, decision.token_split, TP_AXES)
-    return project_values(out, value_rows).astype(dtype)
+    return _project(out, value_rows, dtype)
+
+
+def _project(out: jax.Array, value_rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    with jax.named_scope("projections"):
+        return project_values(out, value_rows).astype(dtype)
 
 
 def _split(q: jax.Array, attend_rows, rows: tuple[jax.Array, jax.Array], split: bool, axes) -> jax.Array:

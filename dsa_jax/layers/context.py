@@ -84,11 +84,12 @@ class KeyBuffer:
         Returns:
           [rows, width]; rows that belong to no key are 0.
         """
-        history = read(self.fmt, pages, self.slots, layer=layer)
-        # Rows that are dropped get indices of their own: XLA stores unique rows without compare-and-swap.
-        rows = history.shape[0]
-        target = jnp.where(self.own < 0, rows + jnp.arange(self.own.shape[0], dtype=jnp.int32), self.own)
-        return history.at[target].set(own, mode="drop", wrap_negative_indices=False, unique_indices=True)
+        with jax.named_scope("history"):
+            history = read(self.fmt, pages, self.slots, layer=layer)
+            # Rows that are dropped get indices of their own: XLA stores unique rows without compare-and-swap.
+            rows = history.shape[0]
+            target = jnp.where(self.own < 0, rows + jnp.arange(self.own.shape[0], dtype=jnp.int32), self.own)
+            return history.at[target].set(own, mode="drop", wrap_negative_indices=False, unique_indices=True)
 
     def own_rows(self) -> jax.Array:
         """Which of the step's own keys each buffer row holds [rows] int32, -1 for history and for no key."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsa_jax.cache import PagedCache
+from dsa_jax.cache import PagedCache, RequestState
 from dsa_jax.config import ModelConfig
 from dsa_jax.layers.attention import Selection, attend, gather_layer, locate
 from dsa_jax.layers.context import StepContext
@@ -62,11 +62,13 @@ class LayerCarry:
 
     Attributes:
       x: Residual stream [T, hidden], or streams [T, streams, hidden]; the same on every TP rank.
+      state: What the cache keeps of each request; each layer writes its own part in place.
       selection: Selection of the last full layer.
       ahead: The history of this layer's records, gathered by the layer before; None without prefetch.
     """
 
     x: jax.Array
+    state: RequestState
     selection: Selection
     ahead: jax.Array | None = None
 
@@ -79,17 +81,11 @@ class LayerOutputs:
     Attributes:
       record: The step's own records, as they are stored [T, width].
       index_keys: Its own index keys, as they are stored [keys, width].
-      ring: Index key and gate of each request's open pool [R, 2, kpool - 1, D].
-      kda: State of each request [R, h, K, V].
-      conv: Inputs of the convolution that each request still needs [R, h, taps - 1, 3, D].
       selected: Selected positions [T, selected_width] int32; None unless asked for.
     """
 
     record: jax.Array | None = None
     index_keys: jax.Array | None = None
-    ring: jax.Array | None = None
-    kda: jax.Array | None = None
-    conv: jax.Array | None = None
     selected: jax.Array | None = None
 
 
@@ -121,8 +117,9 @@ class DecoderLayer(nnx.Module):
         q_latent: jax.Array,
         context: StepContext,
         cache: PagedCache,
+        state: RequestState,
         layer: jax.Array,
-    ) -> tuple[Selection, jax.Array, jax.Array | None]:
+    ) -> tuple[Selection, jax.Array, RequestState]:
         """Score and select.
 
         Args:
@@ -130,15 +127,17 @@ class DecoderLayer(nnx.Module):
           q_latent: Normed query latent [T, q_lora_rank].
           context: What the layers of the step share.
           cache: The cache as it was before the step.
+          state: What the cache keeps of each request.
           layer: This layer's place among the index keys.
 
         Returns:
-          The selection, the step's own index keys as they are stored, and what the cache keeps of open pools.
+          The selection, the step's own index keys as they are stored, and the state with the layer's open pools.
         """
         assert isinstance(self.self_attn, SparseAttention)
         indexer, fmt = self.self_attn.indexer, context.index_keys.fmt
         q, own, weights = indexer(hidden, q_latent, context.cos, context.sin)
-        own, ring = indexer.own_keys(hidden, own, context, cache.state.read("ring", layer, context.state_slots))
+        own, ring = indexer.own_keys(hidden, own, context, state.read("ring", layer, context.state_slots))
+        state = state.write(layer, context.state_slots, ring=ring)
         q, own = indexer.rotated(q, fmt), pack(fmt, indexer.rotated(own, fmt))
         k, k_scale = split_index_keys(fmt, context.index_keys.fill(cache.index_keys, layer, own))
         if k_scale is None:
@@ -159,23 +158,27 @@ class DecoderLayer(nnx.Module):
             k_scale=k_scale,
             **context.options.kernels,
         )
-        return locate(indexer.expand(selected, context), context), own, ring
+        return locate(indexer.expand(selected, context), context), own, state
 
     def _sparse(
         self, hidden: jax.Array, carry: LayerCarry, context: StepContext, cache: PagedCache, place: LayerPlace
-    ) -> tuple[jax.Array, Selection, LayerOutputs]:
-        """Partial output of sparse attention [T, hidden], the selection, and what the layer leaves behind."""
-        attention, selection, index_keys, ring = self.self_attn, carry.selection, None, None
+    ) -> tuple[jax.Array, LayerCarry, LayerOutputs]:
+        """Partial output of sparse attention [T, hidden], what goes on, and what the layer leaves behind."""
+        attention, selection, state, index_keys = self.self_attn, carry.selection, carry.state, None
         assert isinstance(attention, SparseAttention)
-        q_latent = attention.query_latent(hidden)
+        with jax.named_scope("projections"):
+            q_latent = attention.query_latent(hidden)
         if self.kind.full:
             with jax.named_scope("indexer"):
-                selection, index_keys, ring = self.select(hidden, q_latent, context, cache, place.index_keys)
-        with jax.named_scope("sparse_mla"):
+                selection, index_keys, state = self.select(hidden, q_latent, context, cache, state, place.index_keys)
+        with jax.named_scope("projections"):
             record = pack(context.ckv.fmt, attention.record(hidden, context.cos, context.sin))
+            query = attention.absorbed_query(q_latent, context.cos, context.sin)
+            value_rows = attention.value_rows(hidden.dtype)
+        with jax.named_scope("sparse_mla"):
             values = attend(
-                attention.absorbed_query(q_latent, context.cos, context.sin),
-                attention.value_rows(hidden.dtype),
+                query,
+                value_rows,
                 cache.ckv,
                 place.ckv,
                 record,
@@ -184,22 +187,22 @@ class DecoderLayer(nnx.Module):
                 softmax_scale=self.config.softmax_scale,
                 history=carry.ahead,
             )
+        with jax.named_scope("projections"):
             out = attention.output(values)
         selected = selection.ids if context.options.return_selected else None
-        return out, selection, LayerOutputs(record, index_keys, ring, selected=selected)
+        carry = dataclasses.replace(carry, state=state, selection=selection)
+        return out, carry, LayerOutputs(record, index_keys, selected)
 
-    def _linear(
-        self, hidden: jax.Array, context: StepContext, cache: PagedCache, place: LayerPlace
-    ) -> tuple[jax.Array, LayerOutputs]:
-        """Partial output of linear attention [T, hidden], and what the layer leaves behind."""
-        state, slots, rows = cache.state, context.state_slots, context.states
-        assert rows is not None
-        kda, conv = (state.read(name, place.state, slots) for name in ("kda", "conv"))
+    def _linear(self, hidden: jax.Array, carry: LayerCarry, context: StepContext, layer: jax.Array):
+        """Partial output of linear attention [T, hidden], and what goes on."""
+        slots, rows = context.state_slots, context.states
+        kda, conv = (carry.state.read(name, layer, slots) for name in ("kda", "conv"))
         assert isinstance(self.self_attn, LinearAttention) and kda is not None and conv is not None
         assert rows is not None
         with jax.named_scope("linear_attention"):
             out, kda, conv = self.self_attn(hidden, kda, conv, rows, context.options.workspace_bytes)
-        return out, LayerOutputs(kda=kda, conv=conv)
+            state = carry.state.write(layer, slots, kda=kda, conv=conv)
+        return out, dataclasses.replace(carry, state=state)
 
     def __call__(
         self, carry: LayerCarry, context: StepContext, cache: PagedCache, place: LayerPlace
@@ -219,24 +222,26 @@ class DecoderLayer(nnx.Module):
         # the compiler would else gather for several layers at once and hold a buffer for each.
         place = jax.tree.map(jnp.int32, place)
         x, place = jax.lax.optimization_barrier((carry.x, place))
-        selection, ahead = carry.selection, carry.ahead
+        ahead = carry.ahead
         fetch = ahead is not None and not self.kind.linear
         if fetch:
             # Behind the last sparse layer, its own history is read again.
             ahead = gather_layer(cache.ckv, jnp.minimum(place.ckv + 1, cache.ckv.shape[0] - 1), context)
-        mixed, gates = self.hc_attn.read(x)
-        hidden = self.input_layernorm(mixed)
+        with jax.named_scope("residual"):
+            mixed, gates = self.hc_attn.read(x)
+            hidden = self.input_layernorm(mixed)
         if self.kind.linear:
-            out, outputs = self._linear(hidden, context, cache, place)
+            (out, carry), outputs = self._linear(hidden, carry, context, place.state), LayerOutputs()
         else:
-            out, selection, outputs = self._sparse(hidden, carry, context, cache, place)
+            out, carry, outputs = self._sparse(hidden, carry, context, cache, place)
         if fetch:
             # Awaited before the sum: a collective in flight bars the next, so it hides behind what lies between.
             out, ahead = jax.lax.optimization_barrier((out, ahead))
-        x = self.hc_attn.write(x, jax.lax.psum(out, TP_AXES), gates)
+        with jax.named_scope("residual"):
+            x = self.hc_attn.write(x, jax.lax.psum(out, TP_AXES), gates)
         with jax.named_scope("mlp"):
             mixed, gates = self.hc_ffn.read(x)
             exchange = {"exchange": context.options.expert_exchange} if self.kind.sparse_mlp else {}
             out = self.mlp(self.post_attention_layernorm(mixed), **exchange)
             x = self.hc_ffn.write(x, jax.lax.psum(out, TP_AXES), gates)
-        return LayerCarry(x, selection, ahead), outputs
+        return LayerCarry(x, carry.state, carry.selection, ahead), outputs

@@ -1,5 +1,6 @@
 """Residual connections: the plain one, and manifold-constrained hyper-connections (arXiv:2512.24880)."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,7 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsa_jax.config import HyperConnectionsConfig, ModelConfig
+from dsa_jax.layers.linear import contract
 from dsa_jax.params import declare
+
+# Rounds of normalisation in one kernel of a GPU: all of them take a minute to compile, these three a second.
+ROUNDS_IN_KERNEL = 3
 
 
 def open_streams(x: jax.Array, config: HyperConnectionsConfig | None) -> jax.Array:
@@ -22,16 +27,49 @@ def close_streams(x: jax.Array, config: HyperConnectionsConfig | None) -> jax.Ar
     return x if config is None else jnp.mean(x.astype(jnp.float32), axis=1).astype(x.dtype)
 
 
+Entries = list[list[jax.Array]]
+
+
+def _normalised(matrix: Entries, eps: float) -> Entries:
+    """Entries [i][j] divided by the sum of their row."""
+    sums = [functools.reduce(jnp.add, row) + eps for row in matrix]
+    return [[entry / total for entry in row] for row, total in zip(matrix, sums, strict=True)]
+
+
+def _transposed(matrix: Entries) -> Entries:
+    return [list(column) for column in zip(*matrix, strict=True)]
+
+
+def sinkhorn_rounds(matrix: Entries, *, rounds: int, eps: float, at_once: int) -> Entries:
+    """Normalise rows, then columns, `rounds` times; `at_once` rounds of the loop are one expression."""
+
+    def several(matrix: Entries, count: int) -> Entries:
+        for _ in range(count):
+            matrix = _transposed(_normalised(_transposed(_normalised(matrix, eps)), eps))
+        return matrix
+
+    loops, rest = divmod(rounds, at_once)
+    return jax.lax.fori_loop(0, loops, lambda _, matrix: several(matrix, at_once), several(matrix, rest))
+
+
 def doubly_stochastic(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:
-    """Matrices [..., n, n] whose rows and columns sum to 1 (Sinkhorn and Knopp), columns normalised last."""
+    """Matrices [..., n, n] whose rows and columns sum to 1 (Sinkhorn and Knopp), columns normalised last.
+
+    Each entry is an array of its own: a whole round is then elementwise, and XLA makes one kernel of several rounds,
+    where a sum over an axis of the matrix ends a kernel and starts the next.
+    """
+    n = logits.shape[-1]
     matrix = jax.nn.softmax(logits, axis=-1) + eps
-    matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
-
-    def normalised(_, matrix: jax.Array) -> jax.Array:
-        matrix = matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + eps)
-        return matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
-
-    return jax.lax.fori_loop(0, iterations - 1, normalised, matrix)
+    entries = [[matrix[..., i, j] for j in range(n)] for i in range(n)]
+    entries = _transposed(_normalised(_transposed(entries), eps))
+    rounds = functools.partial(sinkhorn_rounds, rounds=iterations - 1, eps=eps)
+    # On CPUs each entry becomes a function that computes all others anew, back to where the expression starts.
+    entries = jax.lax.platform_dependent(
+        entries,
+        cpu=functools.partial(rounds, at_once=1),
+        default=functools.partial(rounds, at_once=ROUNDS_IN_KERNEL),
+    )
+    return jnp.stack([jnp.stack(row, axis=-1) for row in entries], axis=-2)
 
 
 class Residual(nnx.Module):
@@ -68,10 +106,10 @@ class HyperConnection(Residual):
         """
         n, eps = self.config.streams, self.config.eps
         streams = x.astype(jnp.float32)
-        flat = streams.reshape(x.shape[0], -1)
-        flat = flat * jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + self.norm_eps)
-        weight = self.fn[...].astype(jnp.float32)
-        logits = jnp.einsum("ti,gi->tg", flat, weight, precision=jax.lax.Precision.HIGHEST)
+        # The norm is a factor of each token: behind the product, nothing of the streams' size is made in float32.
+        norm = jax.lax.rsqrt(jnp.mean(streams * streams, axis=(1, 2))[:, None] + self.norm_eps)
+        flat = x.reshape(x.shape[0], -1)
+        logits = norm * contract("ti,gi->tg", flat, self.fn[...].astype(x.dtype), jnp.dtype(jnp.float32))
         scale = jnp.repeat(self.scale[...], jnp.array([n, n, n * n]), total_repeat_length=n * (2 + n))
         logits = logits * scale + self.base[...]
         before = jax.nn.sigmoid(logits[:, :n]) + eps
@@ -85,7 +123,9 @@ class HyperConnection(Residual):
         """Mix the streams and add the output y [T, hidden] to each by its gate."""
         after, mixing = gates
         streams = jnp.sum(mixing[..., None] * x.astype(jnp.float32)[:, :, None], axis=1)
-        return (after[:, :, None] * y.astype(jnp.float32)[:, None] + streams).astype(x.dtype)
+        streams = (after[:, :, None] * y.astype(jnp.float32)[:, None] + streams).astype(x.dtype)
+        # Without it XLA keeps the float32 values too, twice the bytes, for those who read the streams in float32.
+        return jax.lax.optimization_barrier(streams)
 
 
 def residual(config: ModelConfig, *, stack=None) -> Residual:

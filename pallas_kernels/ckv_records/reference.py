@@ -22,14 +22,14 @@ _SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
 def _to_bytes(x: jax.Array) -> jax.Array:
     """Little-endian bytes of [..., n] elements, uint8 [..., n * itemsize]."""
     raw = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    return raw if x.dtype.itemsize == 1 else raw.reshape(*x.shape[:-1], -1)
+    return raw if x.dtype.itemsize == 1 else raw.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize)
 
 
 def _from_bytes(raw: jax.Array, dtype) -> jax.Array:
     """Inverse of `_to_bytes`."""
     itemsize = jnp.dtype(dtype).itemsize
     if itemsize > 1:
-        raw = raw.reshape(*raw.shape[:-1], -1, itemsize)
+        raw = raw.reshape(*raw.shape[:-1], raw.shape[-1] // itemsize, itemsize)
     return jax.lax.bitcast_convert_type(raw, dtype)
 
 
@@ -43,7 +43,7 @@ def _in_groups(x: jax.Array, group: int) -> jax.Array:
 
 
 def _flatten_groups(x: jax.Array) -> jax.Array:
-    return x.reshape(*x.shape[:-2], -1)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def _zeros(like: jax.Array, count: int) -> jax.Array:

@@ -40,7 +40,7 @@ def index_topk(
       k_scale: Scale of each key [S] float32, or None for 1.
       return_scores: Whether to return the scores of the selected keys too.
       workspace_bytes: Bound on the scores held at once, in bytes; one row is always processed.
-      implementation: "mosaic_hopper", "triton" or "reference"; None takes the first that supports the call and
+      implementation: "mosaic_hopper" or "reference"; None takes the first that supports the call and
         the device.
 
     Returns:

@@ -33,7 +33,7 @@ def topk(
       key_end: One past the last column of each row's range [T] int32; None means S. A row with
         `key_end <= key_start` is empty, and a range that reaches outside [0, S) is cut to it.
       return_scores: Whether to return the scores of the selected columns too.
-      implementation: "mosaic_hopper", "triton" or "reference"; None takes the first that supports the call and
+      implementation: "mosaic_hopper" or "reference"; None takes the first that supports the call and
         the device.
 
     Returns:

@@ -304,6 +304,14 @@ def test_leading_dimensions_are_free():
     np.testing.assert_array_equal(pack(FORMATS["fp8_656"], jnp.asarray(values[0])), flat[0])
 
 
+@every_format
+def test_no_records_are_packed_and_unpacked(key):
+    fmt = FORMATS[key]
+    records = pack(fmt, jnp.zeros((0, fmt.width)))
+    assert records.shape == (0, fmt.record_width)
+    assert unpack(fmt, records).shape == (0, fmt.width)
+
+
 def test_layout_of_an_nvfp4_record_by_hand():
     latent = np.zeros(512, np.float32)
     latent[:4] = [6.0, -0.5, 3.0, 1.5]  # scale 1: codes 7, 9, 5, 3

@@ -19,14 +19,19 @@ def bytes_of(array: jax.Array) -> np.ndarray:
     return array.reshape(*array.shape[:2], -1).view(np.uint8)
 
 
-def foreign_cache(model: Model, geometry: CacheGeometry, pages: int) -> PagedCache:
-    """A cache of 0xFF bytes: NaN in float32, bfloat16 and e4m3, in values and in scales."""
+def poisoned(cache: PagedCache) -> PagedCache:
+    """The cache with nothing but 0xFF bytes: NaN in float32, bfloat16 and e4m3, in values and in scales."""
 
     def fill(x: jax.Array) -> jax.Array:
         raw = np.full((*x.shape[:-1], x.shape[-1] * x.dtype.itemsize), 0xFF, np.uint8)
         return jax.device_put(raw.view(x.dtype), x.sharding)
 
-    return jax.tree.map(fill, init_cache(model.config, geometry, pages, model.mesh))
+    return jax.tree.map(fill, cache)
+
+
+def foreign_cache(model: Model, geometry: CacheGeometry, pages: int, requests: int = 1) -> PagedCache:
+    """A new cache, poisoned, states included."""
+    return poisoned(init_cache(model.config, geometry, pages, model.mesh, requests=requests))
 
 
 def paged_batch(model: Model, prompts: list[list[int]], geometry: CacheGeometry, seed: int, room: int = ROOM) -> Batch:

@@ -224,6 +224,9 @@ def test_steps_beyond_int32_are_refused():
         (["text"], "prompt 0 is text"),
         ([[1.5]], "prompt 0 must be a flat list of token ids"),
         ([[[1]]], "prompt 0 must be a flat list of token ids"),
+        ([[2], [1, [2]]], r"prompt 1 must be a flat list of token ids, got \[1, \[2\]\]"),
+        ([[True, 2]], "prompt 0 must be a flat list of token ids"),
+        ([np.array([True])], "prompt 0 must be a flat list of token ids"),
     ],
 )
 def test_bad_prompts_are_refused(prompts, message):

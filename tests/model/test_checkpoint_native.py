@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from dsa_jax import native_checkpoint
+from dsa_jax import checkpoint_folder, native_checkpoint
 from dsa_jax.checkpoint import (
     CheckpointError,
     convert,
@@ -333,6 +333,42 @@ def test_a_part_that_is_saved_but_not_noted_is_saved_again(tmp_path, monkeypatch
         convert(FP8, tmp_path / "out", some_specs(1), make_mesh(), "float32", **options)
     convert(FP8, tmp_path / "out", some_specs(1), make_mesh(), "float32", **options)
     assert_restores(tmp_path / "out", some_specs(1), make_mesh(), jnp.float32)
+
+
+def test_a_second_convert_to_the_same_folder_is_refused(tmp_path, monkeypatch):
+    """While one is at work; what it writes is not touched, and it ends as if the other had not been."""
+    options = {"ignored": ["*"], "block_size": BLOCK, "progress": False}
+    finalize = native_checkpoint.ocp.partial.finalize
+
+    def meanwhile(path):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path / 'out'} is being written by another process"):
+            convert(FP8, tmp_path / "out", some_specs(1, FEW), make_mesh(), "bfloat16", **options)
+        finalize(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native_checkpoint.ocp.partial, "finalize", meanwhile)
+        convert(FP8, tmp_path / "out", some_specs(1, FEW), make_mesh(), "float32", **options)
+    assert_restores(tmp_path / "out", some_specs(1, FEW), make_mesh(), np.float32)
+    assert not [path for path in tmp_path.rglob(".*") if path.name.startswith(".")]
+    with pytest.raises(CheckpointError, match="exists already and is not empty"):
+        convert(FP8, tmp_path / "out", some_specs(1, FEW), make_mesh(), "bfloat16", **options)
+
+
+def test_a_folder_that_another_process_just_finished_is_not_taken(tmp_path, monkeypatch):
+    """Between looking at the output folder and locking the unfinished one, the other may have moved it into place."""
+    lock = checkpoint_folder.fcntl.flock
+
+    def moved(descriptor, operation):
+        (tmp_path / ".out.resumable.unfinished").rename(tmp_path / "out")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(checkpoint_folder.fcntl, "flock", moved)
+    with (
+        pytest.raises(CheckpointError, match="was being written by another process, which has just ended"),
+        checkpoint_folder.new_folder(tmp_path / "out", [], lambda _: False),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_convert_of_something_else_starts_anew(tmp_path, monkeypatch):

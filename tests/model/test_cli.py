@@ -9,30 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from dsa_jax.cli import main
+from tests.model.cli_cases import FLOAT32, GLM5, IDS, run
 from tests.support import ORACLE, answers, assert_selected, prompt
-
-GLM5 = ORACLE / "glm5" / "single"
-FLOAT32 = ["--dtype", "float32", "--tp", "1", "--page-size", "16"]
-
-
-def run(capsys, *args) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
-    try:
-        code = main([str(arg) for arg in args])
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def refused(capsys, *args) -> str:
-    """The one line on stderr of a command that must exit with 2."""
-    code, out, err = run(capsys, *args)
-    assert code == 2 and out == "", (code, out, err)
-    lines = [line for line in err.splitlines() if "B/s]" not in line and line.strip()]
-    assert len(lines) == 1 and "Traceback" not in err, err
-    return lines[0]
 
 
 @pytest.mark.quick
@@ -131,107 +109,6 @@ def test_inspect_names_weights_that_are_not_finite(capsys, tmp_path):
     file.write_bytes(data)
     code, out, _ = run(capsys, "inspect", folder)
     assert code == 0 and f"not finite: {name} holds 1 " in out
-
-
-IDS = ["--prompt-ids", "[[1, 2, 3]]"]
-MISTAKES = {
-    "empty prompt": (["generate", GLM5, "--prompt-ids", "[[]]"], "prompt 0 is empty"),
-    "no prompt": (["generate", GLM5, "--prompt-ids", "[]"], "prompts is empty"),
-    "flat list": (["generate", GLM5, "--prompt-ids", "[1, 2]"], "list of prompts"),
-    "not JSON": (["generate", GLM5, "--prompt-ids", "1 2"], "not JSON"),
-    "missing file": (["generate", GLM5, "--prompt-ids", "@no_such_file"], "no_such_file"),
-    "token out of vocabulary": (
-        ["generate", GLM5, "--prompt-ids", "[[5], [1, 199]]"],
-        "prompt 1 has token id 199, outside the vocabulary of 199",
-    ),
-    "negative token": (["prefill", GLM5, "--prompt-ids", "[[-1]]"], "token id -1"),
-    "float token": (["prefill", GLM5, "--prompt-ids", "[[1.5]]"], "flat list of token ids"),
-    "too long": (
-        ["prefill", GLM5, "--prompt-ids", json.dumps([[1] * 513])],
-        "513 tokens, more than the model's maximum of 512",
-    ),
-    "heads": (["generate", GLM5, *IDS, "--tp", "8"], "num_attention_heads=4 must be divisible by tp=8"),
-    "devices": (
-        ["generate", ORACLE / "glm5_tp8" / "single", *IDS, "--tp", "8", "--data", "2"],
-        "needs 16 devices, found 8",
-    ),
-    "no text tokenizer": (["generate", GLM5, "--prompt", "Hello"], "has no tokenizer.json"),
-    "both prompts": (["generate", GLM5, *IDS, "--prompt", "Hello"], "not allowed with"),
-    "unknown command": (["serve"], "invalid choice"),
-    "unknown family": (["tiny", "x", "--family", "gpt"], "invalid choice"),
-    "bad size": (["generate", GLM5, *IDS, "--max-new-tokens", "0"], "must be positive"),
-    "bad temperature": (["generate", GLM5, *IDS, "--temperature", "-1"], "temperature"),
-    "bad top-p": (["generate", GLM5, *IDS, "--top-p", "1.5"], "top_p"),
-    "format width": (
-        ["generate", GLM5, *IDS, "--tp", "1", "--kv-format", "fp8_ds_mla"],
-        "needs kv_lora_rank=512, got kv_lora_rank=40",
-    ),
-    "dcp": (
-        ["generate", ORACLE / "glm5_tp8" / "single", *IDS, "--tp", "8", "--dcp", "3"],
-        "tp=8 must be divisible by dcp=3",
-    ),
-    "interleave": (["generate", GLM5, *IDS, "--tp", "2", "--dcp", "2", "--interleave", "3"], "interleave"),
-    "replicas": (["generate", GLM5, *IDS, "--tp", "2", "--dcp", "2", "--index-replicas", "3"], "index_replicas=3"),
-    "pages": (
-        ["generate", GLM5, "--tp", "1", "--prompt-ids", json.dumps([[1] * 100]), "--max-pages", "1"],
-        "out of pages: 4 needed",
-    ),
-    "out suffix": (["prefill", GLM5, *IDS, "--out", "logits.txt"], ".npz"),
-    "out folder": (["prefill", GLM5, *IDS, "--out", "no_such_folder/x.npz"], "no_such_folder"),
-    "more devices than memory": (["generate", GLM5, *IDS, "--tp", "10000000000"], "devices, found 8"),
-    "nested": (["generate", GLM5, "--prompt-ids", "[" * 100_000], "recursion"),
-    "no checkpoint": (["inspect", "no_such_checkpoint"], "no_such_checkpoint"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(capsys, mistake):
-    """Each mistake ends with code 2 and one line that names what is wrong."""
-    args, message = MISTAKES[mistake]
-    assert message in refused(capsys, *args)
-
-
-def damaged(tmp_path, *, sharded: bool = False):
-    """A copy of a checkpoint to damage."""
-    folder = tmp_path / "damaged"
-    shutil.copytree(ORACLE / "glm5" / ("sharded" if sharded else "single"), folder)
-    return folder
-
-
-def test_folder_without_config(capsys, tmp_path):
-    """The folder and the missing file are named."""
-    folder = damaged(tmp_path)
-    (folder / "config.json").unlink()
-    line = refused(capsys, "generate", folder, *IDS)
-    assert str(folder) in line and "config.json" in line
-
-
-def test_truncated_safetensors(capsys, tmp_path):
-    """The file is named."""
-    folder = damaged(tmp_path)
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "model.safetensors" in refused(capsys, "generate", folder, *IDS, "--tp", "1")
-
-
-def test_index_outside_the_folder(capsys, tmp_path):
-    """An index must not make the loader read elsewhere."""
-    folder = damaged(tmp_path, sharded=True)
-    index = folder / "model.safetensors.index.json"
-    raw = json.loads(index.read_text())
-    name = next(iter(raw["weight_map"]))
-    raw["weight_map"][name] = "../outside.safetensors"
-    index.write_text(json.dumps(raw))
-    assert "../outside.safetensors" in refused(capsys, "generate", folder, *IDS, "--tp", "1")
-
-
-def test_unknown_quantization(capsys, tmp_path):
-    """The method is named."""
-    folder = damaged(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert "gptq" in refused(capsys, "generate", folder, *IDS)
 
 
 def test_entry_point(tmp_path):

@@ -485,10 +485,20 @@ def test_fields_that_do_not_matter():
 # ------------------------------------------------------------------------------------------------------- quantization
 
 
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("unknown quantization", "'modelopt'", "'NVFP4'")),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ("unknown quantization", "'modelopt'", "quant_algo='FP8'")),
+        ({"quant_method": "modelopt"}, ("unknown quantization", "'modelopt'", "'NVFP4'")),
+        ({**NVFP4, "group_size": 32}, ("group_size=32", "16")),
+        (
+            {**NVFP4, "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}},
+            ("config_groups.group_0.weights.num_bits=8", "4"),
+        ),
+        ({**NVFP4, "ignore": "lm_head"}, ("'lm_head'", "list")),
         ({"quant_method": "nvfp4"}, ("unknown quantization", "quant_method='nvfp4'", "'fp8'")),
         ({"quant_method": "compressed-tensors"}, ("unknown quantization", "'compressed-tensors'")),
         ({}, ("unknown quantization", "quant_method=None")),
@@ -513,6 +523,29 @@ def test_other_quantization_is_refused(quantization, words):
 def test_block_of_fp8_is_read():
     raw = changed(quantization_config={"quant_method": "fp8", "weight_block_size": [64, 256]})
     assert ModelConfig.from_dict(raw).quantization == QuantizationConfig("fp8", (64, 256))
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {**NVFP4, "group_size": 16, "exclude_modules": ["lm_head", "model.layers.0.self_attn*"]},
+        {
+            **NVFP4,
+            "ignore": ["lm_head", "model.layers.0.self_attn*"],
+            "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+        },
+    ],
+)
+def test_nvfp4_is_read(section, tmp_path):
+    """In config.json, or in the file that ModelOpt writes beside it."""
+    quantization = ModelConfig.from_dict(changed(quantization_config=section)).quantization
+    assert quantization == QuantizationConfig("nvfp4", (128, 128), ("lm_head", "model.layers.0.self_attn*"))
+    assert quantization.excludes("model.layers.0.self_attn.o_proj.weight")
+    assert not quantization.excludes("model.layers.1.self_attn.o_proj.weight")
+    write(tmp_path, "config.json", published("glm-5.2"))
+    write(tmp_path, "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": section})
+    assert ModelConfig.from_folder(tmp_path).quantization == quantization
 
 
 # --------------------------------------------------------------------------------------------------------- eps and eos
@@ -580,10 +613,10 @@ def test_errors_of_a_folder_name_it(tmp_path):
         ModelConfig.from_folder(tmp_path)
 
 
-def test_quantization_described_beside_the_config_is_refused(tmp_path):
+def test_other_quantization_described_beside_the_config_is_refused(tmp_path):
     write(tmp_path, "config.json", published("glm-5.2"))
-    write(tmp_path, "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}})
-    with pytest.raises(ConfigError, match=r"unknown quantization.*hf_quant_config.*NVFP4"):
+    write(tmp_path, "hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}})
+    with pytest.raises(ConfigError, match=r"unknown quantization.*modelopt.*W4A8_AWQ"):
         ModelConfig.from_folder(tmp_path)
 
 

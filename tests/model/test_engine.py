@@ -158,6 +158,20 @@ def test_a_prompt_of_one_token():
     assert drain(engine) == {1: oracle("s33"), 2: alone}
 
 
+def test_a_request_whose_history_is_nan_ends_alone():
+    """Its logits are NaN: it ends without a token, the one beside it gets the oracle's."""
+    engine = make_engine(prefix_reuse=False)
+    add(engine, "s33"), add(engine, "s7")
+    tokens = [event.token for event in engine.step() if event.request == 0]
+    bad = np.array(engine.running[1].pages)
+    engine.cache = jax.tree.map(lambda x: x.at[:, bad].set(np.nan), engine.cache)
+    events = engine.step()
+    assert [(event.token, event.finished) for event in events if event.request == 1] == [(-1, "nonfinite")]
+    tokens += [event.token for event in events if event.request == 0]
+    assert tokens + drain(engine)[0] == oracle("s33")
+    assert_all_free(engine)
+
+
 def test_too_large_a_request_changes_nothing():
     """It is refused before anything is written; the others' tokens and pages are as they were."""
     engine = make_engine()
@@ -168,7 +182,7 @@ def test_too_large_a_request_changes_nothing():
         small.add(prompt(VARIANT, "s97"), max_new_tokens=NEW)
     assert small.idle and small.allocators[0].num_free == 6
     assert tokens + drain(engine)[0] == oracle("s33")
-    with pytest.raises(OutOfPagesError, match="7 needed"):
+    with pytest.raises(OutOfPagesError, match="prompt 0: out of pages: 7 needed, 6 of 6 free"):
         generate(load_model(VARIANT), [prompt(VARIANT, "s97")], max_new_tokens=NEW, max_pages=6, engine=engine.options)
 
 

@@ -190,8 +190,11 @@ class Requests(RuleBasedStateMachine):
     @rule()
     def step(self):
         work = self.progress()
-        self.got += self.engine.step()
+        decoding = {sequence.number for sequence in self.engine.running if sequence.decodes}
+        events = self.engine.step()
+        self.got += events
         assert self.progress() > work, "a step that does nothing would be repeated for ever"
+        assert decoding <= {event.request for event in events}, "a request that decodes was passed over"
 
     @precondition(lambda self: not self.engine.idle)
     @rule()
@@ -315,6 +318,56 @@ def test_data_groups_share_the_load():
     events += drain(engine)
     assert all_free(engine)
     assert len(events) == 12
+
+
+def test_more_requests_than_a_step_has_rows():
+    """Whoever decodes gets a token in every step; the others wait their turn, and a prompt is not starved either."""
+    engine = host_engine(40, chunk_size=2)
+    for _ in range(5):
+        engine.add([1, 2, 3], max_new_tokens=6, ignore_eos=True)
+    steps_of: dict[int, list[int]] = {}
+    for step in range(100):
+        assert len(engine.running) <= 2
+        for event in engine.step():
+            steps_of.setdefault(event.request, []).append(step)
+        if engine.idle:
+            break
+    assert engine.idle and sorted(steps_of) == list(range(5))
+    assert all(np.diff(steps).tolist() == [1] * 5 for steps in steps_of.values())
+
+
+def test_a_request_goes_to_the_group_that_holds_its_beginning():
+    """Though another one has more free pages; but not where that one has too few."""
+    engine = host_engine(8, groups=2, chunk_size=64)
+    start = list(range(10, 20))
+    engine.add(start, max_new_tokens=15, ignore_eos=True)
+    engine.step()
+    assert engine.running[0].group == 0 and engine.allocators[0].num_free == 2
+    engine.add([*start, 1], max_new_tokens=1)
+    engine.add([2, 3, 4], max_new_tokens=10, ignore_eos=True)
+    engine.add([*start, 1, 2, 3], max_new_tokens=6, ignore_eos=True)
+    before = sum(engine.runner.rows)
+    engine.step()
+    assert [sequence.group for sequence in engine.running] == [0, 1, 1], "the second one has ended"
+    # One row that decodes, the 3 tokens behind the two pages that group 0 holds, and whole prompts in group 1.
+    assert sum(engine.runner.rows) - before == 1 + 3 + 3 + 13
+    drain(engine)
+    assert all_free(engine)
+
+
+def test_logits_that_are_not_finite_end_their_request(monkeypatch):
+    """It gets no token, its pages are free and known to nobody; the other one goes on."""
+    engine = host_engine(12)
+    engine.add([1, 2, 3, 4, 5], max_new_tokens=4, ignore_eos=True)
+    engine.add([9, 9, 9, 9, 9], max_new_tokens=4, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_sample", lambda logits, _: np.where(np.arange(len(logits)) == 1, -1, logits))
+        events = engine.step()
+    assert events[1] == TokenEvent(1, -1, "nonfinite")
+    events += drain(engine)
+    assert tokens_of(events, 0) == expected([1, 2, 3, 4, 5], 4, True)[0]
+    assert tokens_of(events, 1) == [-1] and all_free(engine)
+    assert engine.allocators[0].lookup_prefix([9, 9, 9, 9, 9]).num_tokens == 0
 
 
 def test_a_failed_draw_can_be_repeated(monkeypatch):

@@ -7,9 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsa_jax.batch import Request, build_step
+from dsa_jax.cache import CacheGeometry
 from dsa_jax.layers.kpool import expand_pools, hadamard, pool_keys
-from dsa_jax.layers.mhc import doubly_stochastic
+from dsa_jax.layers.mhc import ROUNDS_IN_KERNEL, doubly_stochastic, sinkhorn_rounds
+from dsa_jax.layers.mlp import swiglu
 from dsa_jax.layers.ragged import pool_rows, state_rows
+from pallas_kernels.ckv_records import ckv_format, index_key_format
 from tests.support import FIXTURES
 
 P = 4
@@ -151,3 +155,44 @@ def test_doubly_stochastic():
     np.testing.assert_allclose(got.sum(axis=-2), 1, atol=1e-5)
     np.testing.assert_allclose(got.sum(axis=-1), 1, atol=0.1)
     assert (got > 0).all()
+
+
+def test_rounds_of_one_kernel_are_the_rounds_of_a_loop():
+    """However many rounds make one expression, and against NumPy in float64."""
+    logits = np.random.default_rng(3).normal(0, 2, (5, 4, 4))
+    matrix = np.exp(logits)
+    matrix = matrix / matrix.sum(-1, keepdims=True) + 1e-6
+    matrix = matrix / (matrix.sum(-2, keepdims=True) + 1e-6)
+    entries = [[jnp.asarray(matrix[:, i, j], jnp.float32) for j in range(4)] for i in range(4)]
+    for _ in range(19):
+        matrix = matrix / (matrix.sum(-1, keepdims=True) + 1e-6)
+        matrix = matrix / (matrix.sum(-2, keepdims=True) + 1e-6)
+    for at_once in (1, ROUNDS_IN_KERNEL):
+        got = np.array(sinkhorn_rounds(entries, rounds=19, eps=1e-6, at_once=at_once))
+        np.testing.assert_allclose(np.moveaxis(got, 2, 0), matrix, rtol=0, atol=1e-6)
+    got = doubly_stochastic(jnp.asarray(logits, jnp.float32), iterations=20, eps=1e-6)
+    np.testing.assert_allclose(got, matrix, rtol=0, atol=1e-6)
+
+
+def test_clamped_swiglu():
+    """The gate is bounded from above alone, the other factor both ways."""
+    gate, up = jnp.array([-20.0, 3.0, 20.0]), jnp.array([20.0, -20.0, 3.0])
+    want = np.array([-20 / (1 + np.exp(20.0)) * 10, 3 / (1 + np.exp(-3.0)) * -10, 10 / (1 + np.exp(-10.0)) * 3])
+    np.testing.assert_allclose(swiglu(gate, up, 10.0), want, rtol=1e-5)
+    np.testing.assert_allclose(swiglu(gate, up, None)[2], 60, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dcp", "interleave"), [(1, 1), (4, 4), (4, 16)])
+def test_workspace_counts_pools(dcp, interleave):
+    """The buffer of index keys has a row for every pool of a rank, not for every token (vLLM #55222)."""
+    geometry = CacheGeometry(
+        ckv_format("bf16", kv_lora_rank=512, qk_rope_head_dim=0, model_dtype=jnp.bfloat16),
+        index_key_format("fp8", index_head_dim=128, model_dtype=jnp.bfloat16),
+        dcp=dcp,
+        interleave=interleave,
+        kpool=P,
+    )
+    pages = 1 << 14 >> 6
+    step = build_step([Request(np.zeros(1 << 14, np.int64), np.arange(pages))], geometry, groups=1, chunk_size=1 << 14)
+    assert step is not None
+    assert (step.ckv_rows, step.index_rows) == ((1 << 14) // dcp, (1 << 12) // dcp)

@@ -23,8 +23,9 @@ from flax import nnx
 import dsa_jax.batch
 from dsa_jax.layers.rope import cos_sin
 from dsa_jax.prefill import PrefillResult
+from dsa_jax.testing import assert_same_selections, selected_sets
 from tests.model.paged_cases import bytes_of, foreign_cache, paged_batch, run
-from tests.support import answers, as_sets, geometry, load_model, prompt
+from tests.support import answers, geometry, load_model, prompt
 
 VARIANT, NAME, LENGTH, DECODED = "glm5_wide", "s300", 224, 2
 TOP_K = 128
@@ -108,7 +109,7 @@ def test_error_against_float32_is_bounded(case):
 @every_format
 def test_selected_scores_are_within_a_margin(case):
     """The first layer's selection is that of float32 but for keys near its last rank; rows up to k see all keys."""
-    selected = as_sets(one_shot(case).selected[0][0])
+    selected = selected_sets(one_shot(case).selected[0][0])
     assert all(ids == frozenset(range(t + 1)) for t, ids in enumerate(selected[:TOP_K]))
     scores = float32_scores()
     for t in range(TOP_K, LENGTH):
@@ -125,7 +126,7 @@ def test_chunks_and_decode_equal_one_shot(case):
     model, whole = load_model(VARIANT), one_shot(case)
     batch, result = prefilled(case, chunk_size=120, seed=1)
     np.testing.assert_allclose(result.logits[0], whole.logits[0], rtol=0, atol=2e-5)
-    assert all(as_sets(a) == as_sets(b) for a, b in zip(result.selected[0], whole.selected[0], strict=True))
+    assert_same_selections(result.selected[0], whole.selected[0])
     foreign = sorted(set(range(batch.pages)) - set(batch.requests[0].pages[: LENGTH // 16].tolist()))
     assert (bytes_of(result.cache.ckv)[:, foreign] == 0xFF).all()
     assert (bytes_of(result.cache.index_keys)[:, foreign] == 0xFF).all()

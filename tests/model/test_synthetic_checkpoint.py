@@ -63,11 +63,16 @@ def test_same_tensors_as_a_real_one(tmp_path):
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
 
 
-def test_filled_with_finite_values(tmp_path):
-    """What is loaded is random, finite, and of the size that models are initialised with."""
-    raw = json.loads((SMALL / "config.json").read_text())
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*self_attn*"]}
+
+
+@pytest.mark.parametrize("changes", [{}, {"quantization_config": NVFP4, "moe_intermediate_size": 48}])
+def test_filled_with_finite_values(tmp_path, changes):
+    """What is loaded is random, finite, and of the size that models are initialised with; NVFP4 likewise."""
+    raw = json.loads((SMALL / "config.json").read_text()) | changes
     write_synthetic(raw, tmp_path / "out", fill=True)
     model = from_pretrained(tmp_path / "out", make_mesh(), jnp.float32, weights="dequantized")
+    assert ("U8" in {h.dtype for h in read_headers(tmp_path / "out").values()}) == bool(changes)
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         values = np.asarray(variable[...])
         assert np.isfinite(values).all() and 1e-3 < np.abs(values).mean() < 0.1, path

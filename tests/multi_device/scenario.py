@@ -8,16 +8,16 @@ tokens, so that decode rows have known selections too; behind the prompt's end t
 import dataclasses
 import functools
 
-import jax
 import numpy as np
-from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from dsa_jax.engine import Engine, EngineOptions
-from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_specs
+from dsa_jax.model import Model
 from dsa_jax.step import StepRunner
-from sharding.mesh import AXES, DATA
+from dsa_jax.testing import place_model
+from sharding.mesh import DATA
 from sharding.policy import Decision
+from tests.model.paged_cases import poisoned
 from tests.support import answers, load_model, selected_count, selecting_layers
 
 TOLERANCE = {"flash_tp8": 5e-4}
@@ -29,16 +29,7 @@ TOKENS_PER_PAGE = 64
 @functools.lru_cache(maxsize=32)
 def placed_model(variant: str, mesh: Mesh) -> Model:
     """A checkpoint of the oracle on `mesh`, moved there from one device, which is faster than loading."""
-    loaded = load_model(variant)
-    flat = {".".join(map(str, path)): value for path, value in nnx.to_flat_state(nnx.state(loaded, nnx.Param))}
-    model = abstract_model(loaded.config, mesh)
-
-    def place(name, spec):
-        array = np.asarray(flat[name][...])
-        array = np.pad(array, [(0, padded - size) for padded, size in zip(spec.shape, array.shape, strict=True)])
-        return jax.device_put(array, NamedSharding(mesh, spec.spec))
-
-    return fill_parameters(model, {name: place(name, spec) for name, spec in parameter_specs(model).items()})
+    return place_model(load_model(variant), mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +131,13 @@ ROWS = sum(given + new - 1 for _, given, new in (*START, LATER))
 
 
 def run_scenario(model: Model, variant: str, options: EngineOptions) -> CheckedRunner:
-    """Serve the scenario in every data group, in another order in each, and compare all of it with the oracle."""
+    """Serve the scenario in every data group, in another order in each, and compare all of it with the oracle.
+
+    Whatever no request has written yet is NaN, in pages and in the state of requests.
+    """
     groups = model.mesh.shape[DATA]
     engine = Engine(model, 8, options)
+    engine.cache = poisoned(engine.cache)
     runner = engine.runner = CheckedRunner(engine)
     lengths: list[int] = []
 
@@ -170,9 +165,3 @@ def run_scenario(model: Model, variant: str, options: EngineOptions) -> CheckedR
                 add(*LATER)
     assert runner.rows == groups * (ROWS - (TOKENS_PER_PAGE if engine.prefix_reuse else 0))
     return runner
-
-
-def users_mesh(data: int, qsplit: int, dcp: int, axis_type: AxisType) -> Mesh:
-    """A mesh made without `make_mesh`."""
-    devices = np.array(jax.devices()[: data * qsplit * dcp]).reshape(data, qsplit, dcp)
-    return Mesh(devices, AXES, axis_types=(axis_type,) * 3)

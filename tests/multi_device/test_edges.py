@@ -13,9 +13,11 @@ from dsa_jax.batch import build_step
 from dsa_jax.model import Model
 from dsa_jax.prefill import Batch, prefill
 from dsa_jax.step import Execution, StepRunner
+from dsa_jax.testing import users_mesh
 from sharding.mesh import DCP
 from sharding.policy import PrefillPolicy
-from tests.multi_device.scenario import DEFAULT_TOLERANCE, compare_selections, known, placed_model, users_mesh
+from tests.model.paged_cases import bytes_of, foreign_cache, paged_batch
+from tests.multi_device.scenario import DEFAULT_TOLERANCE, compare_selections, known, placed_model
 from tests.multi_device.test_paths import pad_alike
 from tests.support import geometry, prompt, run_prefill
 
@@ -47,6 +49,48 @@ def test_fewer_tokens_than_ranks(policy, monkeypatch):
         runner = StepRunner(model, Execution(policy))
         result = prefill(runner, batch, batch.init_cache(model), chunk_size=3, logits="all", return_selected=True)
         assert_oracle(result, variant, lengths)
+
+
+@pytest.mark.parametrize("policy", [STOCK, GATHER], ids=["stock", "gather"])
+def test_foreign_pages_stay_as_they_are(policy, monkeypatch):
+    """Pages drawn at random out of NaN bytes, page 0 not among them: no rank writes any other page, nor reads one."""
+    pad_alike(monkeypatch, rows=64)
+    variant, names = "glm52_tp8", ["s7", "s97", "s33"]
+    model = placed_model(variant, users_mesh(1, 2, 4, AUTO))
+    pages = geometry(model, page_size=16)
+    batch = paged_batch(model, [prompt(variant, name) for name in names], pages, seed=2)
+    runner, cache = StepRunner(model, Execution(policy)), foreign_cache(model, pages, batch.pages)
+    result = prefill(runner, batch, cache, chunk_size=40, logits="all", return_selected=True)
+    assert_oracle(result, variant, [(name, len(prompt(variant, name))) for name in names])
+    written = {p for r in batch.requests for p in r.pages[: -(-len(r.tokens) // pages.tokens_per_page)].tolist()}
+    foreign = [page for page in range(batch.pages) if page not in written]
+    assert 0 in foreign
+    for array in (result.cache.ckv, result.cache.index_keys):
+        assert (bytes_of(array)[:, foreign] == 0xFF).all()
+
+
+def test_a_step_reads_the_cache_it_is_given(monkeypatch):
+    """Two batches take turns in one program: what is gathered ahead comes from the cache that the step is given."""
+    pad_alike(monkeypatch, rows=8)
+    variant = "dsv32_tp8"
+    model = placed_model(variant, users_mesh(1, 1, 8, AUTO))
+    runner = StepRunner(model, Execution(GATHER))
+    names, batches, caches = ["s33", "s97"], [], []
+    for name in names:
+        batch = Batch.from_prompts([prompt(variant, name)[:6]], model, geometry=geometry(model), max_new_tokens=9)
+        batch.pages = 4
+        batches.append(batch)
+        caches.append(batch.init_cache(model))
+    for length in (6, 10, 15):
+        for i, name in enumerate(names):
+            request = batches[i].requests[0]
+            request.tokens = np.array(prompt(variant, name)[:length])
+            done = request.cached
+            result = prefill(runner, batches[i], caches[i], logits="all", return_selected=True)
+            caches[i] = result.cache
+            want = known(variant, name)
+            np.testing.assert_allclose(result.logits[0], want.logits[done:length], rtol=0, atol=DEFAULT_TOLERANCE)
+            compare_selections(result.selected[0], range(done, length), want)
 
 
 def with_index_weights(model: Model, value: float) -> Model:

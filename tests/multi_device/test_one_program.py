@@ -14,9 +14,10 @@ import pytest
 
 from dsa_jax.batch import GroupLengths
 from dsa_jax.step import decide_step, plan_rows
+from dsa_jax.testing import users_mesh
 from sharding.cost_model import AttentionFacts
 from sharding.policy import Decision, PrefillPolicy, decide
-from tests.multi_device.scenario import placed_model, users_mesh
+from tests.multi_device.scenario import placed_model
 from tests.multi_device.test_paths import AUTO
 from tests.support import geometry
 
@@ -85,6 +86,16 @@ def test_decisions_that_run_alike_are_one_key():
 def lengths(*groups: tuple[list[int], list[int]]) -> tuple[GroupLengths, ...]:
     """Lengths of data groups."""
     return tuple(GroupLengths(np.array(seq), np.array(query)) for seq, query in groups)
+
+
+def test_a_policy_that_does_not_fit_the_cache_is_refused_before_anything_runs():
+    """On the host, from what all processes know: never on some ranks alone, never by another path in silence."""
+    model = placed_model("glm5_tp8", users_mesh(1, 2, 4, AUTO))
+    policy = PrefillPolicy(query_split=True, index_replicas=2)
+    with pytest.raises(ValueError, match=r"the policy has index_replicas=2, the cache has 1"):
+        decide_step(model, geometry(model), lengths(([64], [64])), policy)
+    decision = decide_step(model, geometry(model, index_replicas=2), lengths(([64], [64])), policy)
+    assert decision.query_split and decision.index_shards == 2
 
 
 def test_all_data_groups_take_one_path():

@@ -12,8 +12,9 @@ from jax.sharding import AxisType
 
 from dsa_jax.engine import EngineOptions
 from dsa_jax.step import Execution, _compile
+from dsa_jax.testing import users_mesh
 from sharding.policy import PrefillPolicy
-from tests.multi_device.scenario import TOKENS_PER_PAGE, placed_model, run_scenario, users_mesh
+from tests.multi_device.scenario import TOKENS_PER_PAGE, placed_model, run_scenario
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 GLM5, GLM52, DSV32 = "glm5_tp8", "glm52_tp8", "dsv32_tp8"

@@ -1,18 +1,36 @@
 """GLM-5.3-Flash in float32 against transformers' answers: linear attention, pooled index keys, residual streams."""
 
+import dataclasses
 import json
 import logging
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from dsa_jax import generate, make_mesh
-from dsa_jax.api import from_pretrained
+import dsa_jax.layers.decoder
+from dsa_jax import make_mesh
+from dsa_jax.api import _log_skipped, from_pretrained
 from dsa_jax.config import ModelConfig
-from dsa_jax.engine import EngineOptions
+from dsa_jax.engine import Engine, EngineOptions
+from dsa_jax.layers.kpool import PooledIndexer
 from dsa_jax.segments import plan_segments
-from tests.support import FIXTURES, ORACLE, answers, assert_selected, load_model, prompt, prompt_names, run_prefill
+from dsa_jax.step import Execution
+from dsa_jax.tiny import write_tiny
+from tests.model.paged_cases import foreign_cache
+from tests.support import (
+    FIXTURES,
+    ORACLE,
+    answers,
+    as_sets,
+    assert_selected,
+    load_model,
+    prompt,
+    prompt_names,
+    run_prefill,
+    selecting_layers,
+)
 
 VARIANT = "glm53_flash"
 TOLERANCE = 5e-4
@@ -59,28 +77,121 @@ def test_ragged_batch_equals_padded_batch(batch):
         assert_selected(result.selected[r], VARIANT, batch, row=r, first=s)
 
 
-def test_greedy_tokens_equal_the_oracle():
-    """One after another in the same slot, prompts generate what each generated alone: no state is left over."""
-    stored = answers(VARIANT)
-    names = [name for name in prompt_names(VARIANT) if f"{name}_gen_tokens" in stored]
-    result = generate(
-        load_model(VARIANT),
-        [prompt(VARIANT, name) for name in names],
-        max_new_tokens=16,
-        ignore_eos=True,
-        engine=EngineOptions(page_size=PAGE_SIZE, max_states=1),
+# Tokens of the newest that the rows of each request of the test below lose.
+LOST = (1, 2, 3)
+
+
+def test_without_its_newest_tokens_no_row_passes(monkeypatch):
+    """What the tests above would say of rows that lose the end of their list, by a program that really loses it.
+
+    The first three requests lose their newest 1, 2 and 3 tokens in the expansion of the pools; the fourth keeps its
+    selection, and attention reads the first `index_topk` columns alone, as a reader would that knows nothing of tails.
+    """
+    expand, locate = PooledIndexer.expand, dsa_jax.layers.decoder.locate
+
+    def losing(self, selected, context):
+        ids = expand(self, selected, context)
+        lost = jnp.where(context.requests < len(LOST), context.requests + 1, 0)
+        open_tokens = context.visible % self.config.index_kpool
+        oldest = context.visible - jnp.minimum(lost, open_tokens)
+        return jnp.where(ids < oldest[:, None], ids, -1)
+
+    def blind(ids, context):
+        selection = locate(ids, context)
+        topk = ids.shape[1] - 3
+        seen = jnp.where(context.requests == len(LOST), jnp.minimum(selection.count, topk), selection.count)
+        return dataclasses.replace(selection, count=seen)
+
+    monkeypatch.setattr(PooledIndexer, "expand", losing)
+    monkeypatch.setattr("dsa_jax.layers.decoder.locate", blind)
+    # Bytes that no other test asks for: a program of its own.
+    execution = Execution(workspace_bytes=(1 << 30) - 1)
+    names = ["s33"] * (len(LOST) + 1)
+    result = run_prefill(
+        load_model(VARIANT), [prompt(VARIANT, n) for n in names], page_size=PAGE_SIZE, execution=execution
     )
-    assert result.tokens == [stored[f"{name}_gen_tokens"][0].tolist() for name in names]
+    want = answers(VARIANT)["s33_logits"][0]
+    oracle = as_sets(answers(VARIANT)[f"s33_sel_L{selecting_layers(VARIANT, 's33')[0]}"][0])
+    for request in range(len(LOST) + 1):
+        wrong = np.abs(result.logits[request] - want).max(axis=1) > TOLERANCE
+        first = as_sets(result.selected[request][0])
+        missed = [len(whole - ids) for whole, ids in zip(oracle, first, strict=True)]
+        if request < len(LOST):
+            assert missed == [min(LOST[request], (t + 1) % 4) for t in range(33)]
+            with pytest.raises(AssertionError, match="layer"):
+                assert_selected(result.selected[request], VARIANT, "s33")
+            assert wrong[:3].all()
+        else:
+            assert missed == [0] * 33
+            # Up to `index_topk` columns a list is whole; the first longer one has lost its newest token.
+            assert wrong.argmax() == result.selected[request].shape[2] - 3
+
+
+def poisoned_engine(states: int) -> Engine:
+    """An engine whose pages and states hold NaN."""
+    model = load_model(VARIANT)
+    engine = Engine(model, 6, EngineOptions(page_size=PAGE_SIZE, max_states=states))
+    engine.cache = foreign_cache(model, engine.geometry, 6, requests=states)
+    return engine
+
+
+def test_requests_in_turn_equal_the_oracle(caplog, monkeypatch):
+    """Greedy tokens of requests that come one after another into two slots, late ones beside those that decode.
+
+    Requests start in the middle of a step and of a pool, decode completes their pools, and those that end early leave
+    their open pool and their state to the next in the slot.
+    """
+    monkeypatch.setattr("dsa_jax.batch.MIN_REQUESTS", 2)
+    stored = answers(VARIANT)
+    with caplog.at_level(logging.INFO, logger="dsa_jax"):
+        engine = poisoned_engine(states=2)
+    assert not engine.prefix_reuse and "do not reuse the pages of a common beginning" in caplog.text
+    names = [name for name in prompt_names(VARIANT) if f"{name}_gen_tokens" in stored]
+    # (prompt, new tokens): the same prompt twice, whose full pages would be shared if they could.
+    wanted = [(name, new) for new in (5, 16) for name in names]
+    got: dict[int, list[int]] = {}
+
+    def step() -> None:
+        for event in engine.step():
+            got.setdefault(event.request, []).append(event.token)
+
+    for name, new in wanted[:-1]:
+        engine.add(prompt(VARIANT, name), max_new_tokens=new, ignore_eos=True)
+    while engine.waiting:
+        step()
+        assert len(engine.running) <= 2
+    engine.add(prompt(VARIANT, wanted[-1][0]), max_new_tokens=wanted[-1][1], ignore_eos=True)
+    while not engine.idle:
+        step()
+    tokens = [stored[f"{name}_gen_tokens"][0].tolist()[:new] for name, new in wanted]
+    assert [got[number] for number in range(len(wanted))] == tokens
+    assert sorted(engine.free_slots[0]) == [0, 1]
 
 
 def test_sharded_files_load_alike(caplog):
     """The same weights from several files; the vision tower is skipped with one line in the log."""
     with caplog.at_level(logging.INFO, logger="dsa_jax"):
         other = from_pretrained(ORACLE / VARIANT / "sharded", make_mesh(), jnp.float32)
-    assert len(caplog.records) == 1 and "model.visual." in caplog.text
+    assert len(caplog.records) == 1 and "of the vision tower (model.visual.*)" in caplog.text
     single = load_model(VARIANT)
     for name in ("embed_tokens", "lm_head"):
         np.testing.assert_array_equal(getattr(other, name)[...], getattr(single, name)[...])
+
+
+def test_what_is_skipped_is_one_line_each(caplog, tmp_path):
+    """A tiny checkpoint has a layer of multi-token prediction; with a vision tower beside it there are two lines."""
+    write_tiny(tmp_path, "glm53_flash")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    for name in ("model.visual.a.weight", "model.visual.b.weight"):
+        index["weight_map"][name] = "vision.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    vision = {name: np.zeros(1, np.float32) for name in ("model.visual.a.weight", "model.visual.b.weight")}
+    save_file(vision, tmp_path / "vision.safetensors")
+    with caplog.at_level(logging.INFO, logger="dsa_jax"):
+        _log_skipped(tmp_path, ModelConfig.from_folder(tmp_path))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "multi-token prediction (layer 5)" in lines[0]
+    assert lines[1] == "skipped 2 tensors of the vision tower (model.visual.*)"
 
 
 def test_linear_heads_must_divide():

@@ -7,11 +7,11 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.local_keys import KeyLayout, key_layout
-from sharding.mesh import AXES, DATA, TP_AXES
+from sharding.mesh import DATA, TP_AXES
 from sharding.ownership import owner_of, slot_mapping
 from sharding.rows import row_positions, row_requests
 
@@ -24,12 +24,6 @@ COLLECTIVE = re.compile(
 def i32(x):
     """An int32 array on the device."""
     return jnp.asarray(np.asarray(x), jnp.int32)
-
-
-def users_mesh(qsplit, dcp, axis_type=AxisType.Auto, data=1):
-    """A mesh made without `make_mesh`."""
-    devices = np.array(jax.devices()[: data * qsplit * dcp])
-    return Mesh(devices.reshape(data, qsplit, dcp), AXES, axis_types=(axis_type,) * 3)
 
 
 def on_every_rank(fn, mesh, specs, args, *, check_vma=True):

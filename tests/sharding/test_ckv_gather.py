@@ -1,5 +1,7 @@
 """Gathered history: the same bytes as the ranks hold, the same attention as one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from dsa_jax.testing import users_mesh
+from pallas_kernels.ckv_records import ckv_format, pack
 from pallas_kernels.sparse_mla import sparse_mla
 from sharding.ckv_gather import (
     append_chunk,
@@ -28,7 +32,6 @@ from tests.sharding.harness import (
     i32,
     on_every_rank,
     run_on_every_rank,
-    users_mesh,
 )
 
 LATENT, SCALE = 6, 0.3
@@ -99,7 +102,7 @@ def program(qsplit, dcp, interleave, window, *, records=None, written=False, axi
             num_valid=count_to_last_valid(slots),
         )
 
-    return local, users_mesh(qsplit, dcp, axis_type), specs, args
+    return local, users_mesh(1, qsplit, dcp, axis_type), specs, args
 
 
 CASES = [
@@ -136,6 +139,36 @@ def test_bytes_equal_those_of_a_gather_after_the_write(qsplit, dcp, interleave, 
         assert np.all(ahead[0, rank, used:] == 0)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8_ds_mla", "nvfp4_ds_mla"])
+def test_every_format_is_attended_to_where_it_was_gathered(name):
+    """Records travel as they are stored: attention over the gathered buffer is that over one device's records."""
+    fmt = ckv_format(name, kv_lora_rank=512, qk_rope_head_dim=64)
+    rng, heads, scale = np.random.default_rng(12), 8, 0.05
+    values = jnp.asarray(rng.standard_normal((sum(BATCH.seq_lens), fmt.width)), jnp.float32)
+    packed = jax.jit(functools.partial(pack, fmt))(values)
+    records = np.split(np.asarray(packed), np.cumsum(BATCH.seq_lens)[:-1])
+    # XLA's gathers of bfloat16 and of bytes are what is tested: the queries are exact in both.
+    q = jnp.asarray(rng.integers(-2, 3, (BATCH.rows, heads, fmt.width)), jnp.bfloat16)
+    _, mesh, specs, args = program(2, 4, 4, 16, records=records)
+    args, ids = (*args[:2], q, *args[3:]), attention().ids
+    rows = buffer_rows(sum(BATCH.seq_lens), len(BATCH.seq_lens), ranks=4, interleave=4, multiple=16)
+    options = {"softmax_scale": scale, "kv_lora_rank": fmt.latent, "out_dtype": jnp.float32}
+    options["kv_format"] = None if fmt.encoding == "plain" else fmt
+
+    def local(pages, own, q, ids, requests, positions, context_lens, table, layout):
+        placed = {"rows": rows, "interleave": 4, "page_size": 4, "window": 16}
+        buffer = gather(read_pages(pages), layout, context_lens, table, requests, positions, own, **placed)
+        slots = remap(ids, requests, layout, rows=rows, interleave=4, visible=positions + 1)
+        return sparse_mla(q, buffer.reshape(-1, buffer.shape[-1]), slots, **options)
+
+    out, lse = run_on_every_rank(local, mesh, specs, args)
+    starts = np.concatenate([[0], np.cumsum(BATCH.seq_lens)])
+    slots = np.where(ids < 0, -1, ids + starts[np.maximum(BATCH.requests, 0)][:, None])
+    want, want_lse = jax.jit(functools.partial(sparse_mla, **options))(q, packed, i32(slots))
+    np.testing.assert_allclose(np.moveaxis(out, 0, 1).reshape(want.shape), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.moveaxis(lse, 0, 1).reshape(want_lse.shape), want_lse, rtol=1e-5, atol=1e-5)
+
+
 def windows_program(window, rows=32, width=3, buffer_width=3):
     """Gather of one request on four ranks into a buffer of sentinels."""
     rng = np.random.default_rng(9)
@@ -153,7 +186,7 @@ def windows_program(window, rows=32, width=3, buffer_width=3):
         layout = jax.tree.map(i32, key_layout(np.array([seq_len]), ranks=4, interleave=1))
         return pages.reshape(-1, 4, width), i32([context]), layout
 
-    return local, users_mesh(1, 4), (P(DCP), P(), P()), args, pages.reshape(4, 64, width)
+    return local, users_mesh(1, 1, 4), (P(DCP), P(), P()), args, pages.reshape(4, 64, width)
 
 
 def test_windows_move_what_is_there_in_one_program():

@@ -72,6 +72,15 @@ def test_the_second_request_finds_its_own_tokens():
     assert slots.tolist() == [[4 + 1, -1]]
 
 
+def test_requests_of_padding_change_no_slot():
+    # Steps pad their requests to a bucket: starts must not be read with the stride of the real ones.
+    ids = i32([[0, 3, 7, -1], [1, 4, 8, 2]])
+    for padding in ([], [0, 0]):
+        layout = key_layout(i32([8, 9, *padding]), ranks=2, interleave=1)
+        slots = remap_of(ids, i32([0, 1]), layout, rows=16, interleave=1)
+        assert slots.tolist() == [[0, 16 + 1, 16 + 3, -1], [16 + 4, 4 + 2, 4 + 4, 4 + 1]]
+
+
 def test_a_wide_row_keeps_the_order_of_its_columns():
     # 2048 pooled tokens and a tail of 3, with holes between them.
     ids = np.full((1, 2051), -1)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from dsa_jax.testing import users_mesh
 from sharding import dcp_attention
 from sharding.dcp_attention import dcp_sparse_mla, owned_slots
 from sharding.mesh import DCP, TP_AXES
@@ -20,7 +21,6 @@ from tests.sharding.harness import (
     i32,
     on_every_rank,
     run_on_every_rank,
-    users_mesh,
 )
 
 HEADS, LATENT, ROPE, VALUE, SELECTED = 8, 6, 2, 3, 9
@@ -47,7 +47,7 @@ def program(qsplit, dcp, interleave, *, project=False, dtype=jnp.float32, axis_t
             q, kv, slots, count, softmax_scale=SCALE, kv_lora_rank=LATENT, value_up=value_up, out_dtype=jnp.float32
         )
 
-    return local, users_mesh(qsplit, dcp, axis_type), specs, args
+    return local, users_mesh(1, qsplit, dcp, axis_type), specs, args
 
 
 def check(out, lse, project):

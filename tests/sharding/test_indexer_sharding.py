@@ -8,10 +8,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from dsa_jax.testing import users_mesh
 from sharding.indexer_sharding import IndexSharding, sharded_index_topk, split_size
 from sharding.mesh import DATA, DCP
 from sharding.row_partition import balanced_plan, contiguous_plan, plan_contiguous, row_costs
-from tests.sharding.harness import BATCH, Batch, collectives, i32, on_every_rank, run_on_every_rank, users_mesh
+from tests.sharding.harness import BATCH, Batch, collectives, i32, on_every_rank, run_on_every_rank
 
 HEADS, DIM, TOP_K = 2, 4, 8
 
@@ -87,7 +88,7 @@ def program(qsplit, dcp, sharding, scheme, *, scores="ties", top_k=TOP_K, kpool=
 
     args = (q, weights, held, scale, i32(BATCH.requests), i32(visible), pools.layout(shards, interleave), plan)
     specs = (P(), P(), P(DCP), P(DCP), P(), P(), P(), P())
-    return select, users_mesh(qsplit, dcp, axis_type), specs, args
+    return select, users_mesh(1, qsplit, dcp, axis_type), specs, args
 
 
 def check(ids, expected, top_k=TOP_K):
@@ -141,10 +142,16 @@ def test_scales_of_the_keys_are_dealt_with_them():
 def test_data_groups_never_mix():
     fn, _, specs, args = program(2, 2, IndexSharding(2, 1), "balanced")
     weights = np.concatenate([args[1], operands("negated")[1]])
-    mesh = users_mesh(2, 2, data=2)
+    mesh = users_mesh(2, 2, 2)
     ids = run_on_every_rank(fn, mesh, (specs[0], P(DATA), *specs[2:]), (args[0], weights, *args[2:]))
     check(ids[:4], one_device())
     check(ids[4:], one_device("negated"))
+
+
+def test_a_workspace_of_one_row_changes_nothing():
+    # Every tile of rows reads the same keys, gathered or filled once.
+    ids = run_on_every_rank(*program(2, 4, IndexSharding(4, 1, "owner"), "balanced", workspace_bytes=1))
+    check(ids, one_device())
 
 
 def test_more_columns_than_keys():

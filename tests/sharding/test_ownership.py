@@ -147,6 +147,21 @@ def test_local_slot_reads_the_row_of_its_request():
     assert slots.tolist() == [[0, 5], [8, 13]]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pools_of_large_pages_have_slots_of_their_own(ranks):
+    # Pages of 640 tokens a rank are pages of 160 pools: no slot is shared, and the last token of the table has one.
+    pages, page_size, kpool = 251, 640, 4
+    table = np.random.default_rng(0).permutation(pages)[None]
+    last = pages * page_size * ranks - 1
+    geometry = {"ranks": ranks, "interleave": ownership.pool_interleave(page_size, kpool), "page_size": 160}
+    pools = np.concatenate([np.arange(4096), [last // kpool]])
+    slots = [ownership.slot_mapping(pools, np.zeros_like(pools), table, rank, **geometry) for rank in range(ranks)]
+    owned = np.stack(slots).max(axis=0)
+    assert np.all((np.stack(slots) >= 0).sum(axis=0) == 1)
+    assert len({(int(np.argmax(s)), int(max(s))) for s in np.stack(slots).T}) == len(pools)
+    assert owned[-1] == table[0, -1] * 160 + 159
+
+
 def test_geometry_is_checked():
     check_ownership(ranks=4, interleave=4, page_size=8, kpool=4)
     check_ownership(ranks=1, interleave=1, page_size=8, kpool=4)

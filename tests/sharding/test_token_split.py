@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from dsa_jax.testing import users_mesh
 from pallas_kernels.sparse_mla import sparse_mla
 from sharding.dcp_attention import dcp_sparse_mla, owned_slots, project_values
 from sharding.mesh import DCP, QSPLIT, TP_AXES
@@ -19,7 +20,6 @@ from tests.sharding.harness import (
     i32,
     on_every_rank,
     run_on_every_rank,
-    users_mesh,
 )
 
 LATENT, SCALE = 6, 0.3
@@ -43,7 +43,7 @@ def gathered(qsplit, dcp, *, tile=None, project=False, axis_type=AxisType.Auto):
 
         return token_split(q, rows, slots, tile=tile)
 
-    return local, users_mesh(qsplit, dcp, axis_type), (P(None, TP_AXES), P(), P(), P(TP_AXES)), args
+    return local, users_mesh(1, qsplit, dcp, axis_type), (P(None, TP_AXES), P(), P(), P(TP_AXES)), args
 
 
 def stock(qsplit, dcp, *, tile=None, project=False, axis_type=AxisType.Auto):
@@ -63,7 +63,7 @@ def stock(qsplit, dcp, *, tile=None, project=False, axis_type=AxisType.Auto):
         return token_split(q, rows, slots, axes=(QSPLIT,), tile=tile)
 
     specs = (P(None, TP_AXES), P(DCP), P(), P(), P(), P(TP_AXES))
-    return local, users_mesh(qsplit, dcp, axis_type), specs, args
+    return local, users_mesh(1, qsplit, dcp, axis_type), specs, args
 
 
 CASES = [
@@ -102,13 +102,13 @@ def test_rows_are_dealt_round_robin_by_tiles(tile, expected):
         return token_split(q, lambda q, _: jnp.broadcast_to(jax.lax.axis_index(TP_AXES), q.shape), rows, tile=tile)
 
     args = (np.zeros((10, 4), np.float32), i32(np.arange(10)))
-    out = run_on_every_rank(local, users_mesh(2, 2), (P(None, TP_AXES), P()), args)
+    out = run_on_every_rank(local, users_mesh(1, 2, 2), (P(None, TP_AXES), P()), args)
     assert out.shape == (4, 10, 1)
     assert out[..., 0].tolist() == [expected] * 4
 
 
 def test_rows_that_are_added_hold_nothing():
-    mesh = users_mesh(1, 4)
+    mesh = users_mesh(1, 1, 4)
 
     def local(q, rows):
         held = []
