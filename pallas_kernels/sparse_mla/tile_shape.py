@@ -28,7 +28,8 @@ class Barrier:
     LEFT, RIGHT and ROPE say that columns of a step have arrived, P_READY that its weights lie in shared memory (or its
     queries in registers), GO that the scores of the step after are done, RIGHT_DONE that the right side has read the
     step, READ that both sides have, and in both cases that the list of 4 steps later is there, LAST_READY that the
-    reciprocal sums of a tile are (two, because a tile without keys may end before the one before it is stored). Records arrive as whole blocks, under the name BLOCK, in place of LEFT.
+    reciprocal sums of a tile are (two, as a tile without keys may end before the one before it has been stored).
+    Records arrive as whole blocks, under the name BLOCK, in place of LEFT.
     """
 
     LEFT, RIGHT, ROPE, P_READY, GO, RIGHT_DONE, LAST_READY, LISTS_STARTED, READ = 0, 3, 6, 8, 10, 12, 14, 16, 17
