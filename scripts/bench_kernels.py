@@ -119,6 +119,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keys", type=int, default=131072)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--peers", type=Path, metavar="SITE_DIR", help="folder with the peers' packages")
+    parser.add_argument("--variants", action="store_true", help="also schedules that are not the default")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no case after this time")
     parser.add_argument("--only", action="append", metavar="TEXT", help="only cases whose name contains this")
     return parser.parse_args(arguments)
 
@@ -128,9 +130,12 @@ def main() -> int:
     options = parse()
     if options.peers:
         sys.path.append(str(options.peers))
-    results = []
+    results, started = [], time.perf_counter()
     for op in options.op:
         for case in importlib.import_module(f"bench_ops_{op}").cases(options):
+            if options.budget and time.perf_counter() - started > options.budget:
+                print(json.dumps({"op": op, "stopped_before": case.name}), flush=True)
+                break
             if options.only and not any(text in case.name for text in options.only):
                 continue
             try:

@@ -28,4 +28,9 @@ SPECS = (
     SparseMlaSpec("glm5_decode_1", 1, 64),
     SparseMlaSpec("glm5_decode_64", 64, 64),
     SparseMlaSpec("glm5_tp8_decode_64", 64, 8),
+    SparseMlaSpec("glm53_flash", PREFILL_ROWS, 64, k=2051, width=512),
+    SparseMlaSpec("glm53_flash_tp8", PREFILL_ROWS, 8, k=2051, width=512),
+    SparseMlaSpec("glm53_flash_decode_1", 1, 64, k=2051, width=512),
+    SparseMlaSpec("glm53_flash_tp8_decode_9", 9, 8, k=2051, width=512),
 )
+BY_NAME = {spec.name: spec for spec in SPECS}

@@ -156,7 +156,7 @@ def _copy_rows(columns: Columns, row_bytes: int, kv, q, step, target, slot, cont
 
 
 def _arrive_when_copied(control, barrier: int, slot):
-    """The thread arrives on the barrier of the slot once its copies so far have landed."""
+    """Arrive, for this thread, on the barrier of the slot once its copies so far have landed."""
     address = arith.addi(dev.shared_address(control), arith.muli(arith.addi(slot, dev.const(barrier)), dev.const(8)))
     dev.asm(None, [address], "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r")
 
@@ -176,7 +176,7 @@ def _copy(columns: Columns, row_bytes: int, barrier: int):
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Inline functions `(kv, q, step, slot, target, control)` that copy columns of the rows of a step to a slot."""
+    """Inline functions `(kv, q, step, slot, target, control)`: some columns of the rows of a step to a slot."""
 
     left: Callable
     right: Callable

@@ -190,7 +190,7 @@ def _scores(parts: Parts, feed: feeds.RopeRing, q_rest, lse):
         dev.arrive(control, Barrier.GO + ((step - 1) & 1))
         feed.wait_last_factors(step)
         parts.finish(top, total, step, control, lse, row_tile, part)
-        dev.arrive(control, jnp.int32(Barrier.LAST_READY))
+        dev.arrive(control, Barrier.LAST_READY + (n & 1))
         return step
 
     step = lax.fori_loop(0, walk.trips, tile_step, jnp.int32(0))
@@ -199,10 +199,7 @@ def _scores(parts: Parts, feed: feeds.RopeRing, q_rest, lse):
 
 @dataclasses.dataclass(frozen=True)
 class Lists:
-    """The lists, read some steps ahead by one warpgroup.
-
-    A cursor is the next step's tile, block, keys and the tile after's.
-    """
+    """The lists, which one warpgroup reads ahead; a cursor is a tile, a block, and where the keys of two tiles are."""
 
     parts: Parts
     walk: Walk
@@ -288,7 +285,8 @@ def _outputs(parts: Parts, feed: feeds.RopeRing, lists: Lists, out, left: bool):
         blocks = blocks_of(walk.keys_of(n)[1])
         body = functools.partial(block_step, blocks=blocks)
         last, accs, ahead = lax.fori_loop(0, blocks, body, (step + 1, zeros, ahead))
-        dev.wait(control, jnp.int32(Barrier.LAST_READY), n & 1)
+        in_pair, parity = pair(n)
+        dev.wait(control, Barrier.LAST_READY + in_pair, parity)
         factors = parts.row_factors(last, control)
         ahead = queries_step(last, ahead)  # keeps the gather of the next tile going during the store
         for acc, some in zip(accs, columns, strict=True):
@@ -333,8 +331,8 @@ def build(shape: TileShape, softmax_scale: float, out_dtype: str, config: Config
         pl.when(wg == 1)(lambda: _outputs(parts, feed, all_lists, out, True))
         pl.when(wg == 2)(lambda: _outputs(parts, feed, all_lists, out, False))
         if shape.packed:
-            registers, (unread,) = config.record_registers, raw
-            pl.when(wg == 3)(lambda: record_reader.run(walk, registers, kv, q, ring, ropes, unread, control))
+            registers = config.record_registers
+            pl.when(wg == 3)(lambda: record_reader.run(walk, registers, kv, q, ring, ropes, raw[0], control))
 
     rows = shape.splits * shape.queries
     return plgpu.kernel(

@@ -2,12 +2,12 @@
 
 A record is 512 e4m3, 4 float32 scales of 128 of them each, and 64 bf16 of rope (656 bytes; 528 without rope). Each warp
 works for itself on 4 records at a time, a unit: it copies their bytes to its own part of shared memory with cp.async,
-and turns them into rows of a block in the layout of the tensor cores. A unit holds the place of the same unit of the
-block before, so raw bytes are asked for one block ahead, and nothing but the cp.async groups of a thread and the
-barrier of the warp orders them.
+and turns them into rows of a block in the layout of the tensor cores. A unit takes the place of the same unit of the
+block before, so raw bytes are asked for one block ahead. Only the cp.async groups of its threads and the barrier of
+the warp order them.
 
     warp w, unit n    keys 16 n + 4 w + (0 to 3) of the block
-    lane              key lane % 4, 64 latent columns from 64 (lane // 4) on: one scale, 4 loads and 8 stores of 16 B
+    lane              key lane % 4, latent columns from 64 (lane // 4) on: one scale, 4 loads and 8 stores of 16 bytes
 
 A value is e4m3 * scale in float32, rounded once to bf16: what `ckv_records.unpack` gives. Loads and stores are free of
 bank conflicts: 8 lanes are 4 keys by 2 chunks of columns; unit u of a chunk of a row lies at unit u ^ (row % 8) of its
@@ -152,16 +152,13 @@ def expand(shape: TileShape):
         lane, warp = _lane_and_warp()
         source = _unit_address(raw, unit, warp)
         vec4 = ir.VectorType.get((4,), dev.i32())
-
-        def load(at, kind: ir.Type = vec4):
-            return llvm.load(kind, _shared_pointer(at))
+        load = lambda at: llvm.load(vec4, _shared_pointer(at))  # noqa: E731
 
         key = arith.andi(lane, dev.const(3))
         chunk, odd = arith.divui(lane, dev.const(4)), arith.andi(arith.divui(lane, dev.const(4)), dev.const(1))
         group = arith.divui(lane, dev.const(8))
-        scale = load(
-            _add(source, arith.muli(key, dev.const(SCALE_BYTES)), arith.muli(group, dev.const(4)), SCALES_AT), dev.f32()
-        )
+        at = _add(source, arith.muli(key, dev.const(SCALE_BYTES)), arith.muli(group, dev.const(4)), SCALES_AT)
+        scale = llvm.load(dev.f32(), _shared_pointer(at))
         block = arith.addi(dev.shared_address(ring), arith.muli(slot, dev.const(BLOCK * LATENT * 2)))
 
         def tile_row(first_tile, tiles: int, in_unit):

@@ -13,7 +13,7 @@ CHUNK = 64  # columns of a tile of shared memory, 128 bytes of bf16
 # The control array of 32-bit words: mbarriers, then for 4 steps the membership bits of the keys (8 tokens x 64 keys)
 # and the ids, then for 2 steps the factors of the rows: of a block of keys what the output shrinks by, of the step
 # after the last the reciprocal sums. Together with the rings it must stay 1 KB below the 227 KB of a block.
-BITS, IDS, FACTORS, CONTROL_WORDS = 36, 100, 356, 484
+BITS, IDS, FACTORS, CONTROL_WORDS = 40, 104, 360, 488
 BITS_OF_STEP = 16
 LISTS_AHEAD = 4
 
@@ -28,16 +28,17 @@ class Barrier:
     LEFT, RIGHT and ROPE say that columns of a step have arrived, P_READY that its weights lie in shared memory (or its
     queries in registers), GO that the scores of the step after are done, RIGHT_DONE that the right side has read the
     step, READ that both sides have, and in both cases that the list of 4 steps later is there, LAST_READY that the
-    reciprocal sums of a tile are. Records arrive as whole blocks, under the name BLOCK, in place of LEFT.
+    reciprocal sums of a tile are (two, as a tile without keys may end before the one before it has been stored).
+    Records arrive as whole blocks, under the name BLOCK, in place of LEFT.
     """
 
-    LEFT, RIGHT, ROPE, P_READY, GO, RIGHT_DONE, LAST_READY, LISTS_STARTED, READ = 0, 3, 6, 8, 10, 12, 14, 15, 16
+    LEFT, RIGHT, ROPE, P_READY, GO, RIGHT_DONE, LAST_READY, LISTS_STARTED, READ = 0, 3, 6, 8, 10, 12, 14, 16, 17
     BLOCK = LEFT
 
     @staticmethod
     def arrivals() -> tuple[int, ...]:
         """Arrivals that complete a phase: each thread's copies, or one for each warp."""
-        return (128,) * 8 + (4,) * 8 + (8,) * 2
+        return (128,) * 8 + (4,) * 9 + (8,) * 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.sparse_mla import plan, union
+from pallas_kernels.ckv_records import ckv_format
+from pallas_kernels.sparse_mla import mosaic_hopper, plan, union
 from pallas_kernels.sparse_mla import sparse_mla as public_sparse_mla
-from pallas_kernels.sparse_mla.arg_specs import SPECS
+from pallas_kernels.sparse_mla.arg_specs import BY_NAME, SPECS
 from tests.lowering.topology import assert_fits, compile_for, require_cuda_plugin, target_mesh
 
 
-def call(spec, out_dtype=jnp.bfloat16):
+def call(spec, out_dtype=jnp.bfloat16, records=False):
+    fmt = None
+    if records:
+        fmt = ckv_format("fp8_ds_mla", kv_lora_rank=512, qk_rope_head_dim=spec.width - 512)
+
     def fn(q, kv, ids, num_valid):
         return public_sparse_mla(
             q,
@@ -19,13 +24,14 @@ def call(spec, out_dtype=jnp.bfloat16):
             softmax_scale=spec.softmax_scale,
             kv_lora_rank=spec.kv_lora_rank,
             num_valid=num_valid,
+            kv_format=fmt,
             out_dtype=out_dtype,
             implementation="mosaic_hopper",
         )
 
     args = (
         jax.ShapeDtypeStruct((spec.rows, spec.heads, spec.width), jnp.bfloat16),
-        jax.ShapeDtypeStruct((spec.keys, spec.width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((spec.keys, fmt.record_width if fmt else spec.width), fmt.dtype if fmt else jnp.bfloat16),
         jax.ShapeDtypeStruct((spec.rows, spec.k), jnp.int32),
         jax.ShapeDtypeStruct((spec.rows,), jnp.int32),
     )
@@ -52,6 +58,55 @@ def test_compiles_without_spills(spec):
     attention = compiled.kernels[-1]
     assert attention.registers == 168, "three warpgroups launch with 168 registers a thread"
     assert "wgmma" in attention.ptx and "cp.async.cg" in attention.ptx
+
+
+@pytest.mark.aot
+@require_cuda_plugin
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v32",
+        "deepseek_v32_tp8",
+        "glm5",
+        "glm5_tp2",
+        "glm5_tp8",
+        "glm5_decode_1",
+        "glm53_flash",
+        "glm53_flash_tp8_decode_9",
+    ],
+)
+def test_records_compile_without_spills(name):
+    spec = BY_NAME[name]
+    fn, args = call(spec, records=True)
+    compiled = compile_for("sm_90a", fn, *args)
+    assert_all_fit(compiled, kernels_of(spec))
+    attention = compiled.kernels[-1]
+    assert attention.registers == 128, "four warpgroups launch with 128 registers a thread"
+    for word in ("wgmma", "cp.async.cg", "cvt.rn.f16x2.e4m3x2", "setmaxnreg.inc.sync.aligned.u32 152"):
+        assert word in attention.ptx
+
+
+@pytest.mark.aot
+@require_cuda_plugin
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v32_tp8", "glm5"])
+def test_one_slot_for_the_rope_compiles_without_spills(name):
+    spec = BY_NAME[name]
+
+    def fn(q, kv, ids, num_valid):
+        return plan.sparse_mla(
+            q,
+            kv,
+            ids,
+            softmax_scale=spec.softmax_scale,
+            num_valid=num_valid,
+            out_dtype=jnp.dtype(jnp.bfloat16),
+            workspace_bytes=1 << 30,
+            config=mosaic_hopper.Config(one_rope=True),
+        )
+
+    compiled = compile_for("sm_90a", fn, *call(spec)[1])
+    assert_all_fit(compiled, kernels_of(spec))
+    assert compiled.kernels[-1].registers == 168
 
 
 @pytest.mark.aot

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import dispatch
+from pallas_kernels.ckv_records import ckv_format
 from pallas_kernels.sparse_mla import mosaic_hopper, plan, sparse_mla, union
 from pallas_kernels.sparse_mla.tile_shape import TileShape
 
@@ -29,6 +31,10 @@ def test_decode_splits_keys_over_the_grid_but_starts_no_block_twice(rows, heads)
     assert tiles > mosaic_hopper.Config.blocks // 4 or chosen.splits == 32
 
 
+def test_eight_rows_of_the_selections_of_flash_fit_a_list():
+    assert plan.choose_plan(4096, 8, 2051) == plan.Plan(8, 1, True)
+
+
 def test_lists_that_exceed_shared_memory_shrink_the_group():
     chosen = plan.choose_plan(4096, 8, 4096)
     assert chosen.group * 4096 <= union.MAX_ENTRIES
@@ -45,9 +51,25 @@ def test_union_refuses_a_group_of_nine():
         union.build(64, 16, 100, 9)
 
 
-def test_config_refuses_more_registers_than_there_are():
-    with pytest.raises(ValueError, match="registers"):
-        mosaic_hopper.Config(score_registers=216)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(score_registers=216), "536 registers"),
+        (dict(record_registers=24), "528 registers"),
+        (dict(query_columns=500), "multiple of 64"),
+        (dict(query_columns=512), "below 512"),
+        (dict(one_rope=True, scores_first=False), "one_rope needs scores_first"),
+    ],
+)
+def test_config_refuses_what_cannot_be(change, reason):
+    with pytest.raises(ValueError, match=reason):
+        mosaic_hopper.Config(**change)
+
+
+def test_config_must_fit_the_rows():
+    rows = TileShape(64, 64, 1, 1, 64, 10, 1, False, 576)
+    with pytest.raises(ValueError, match="packed=False does not fit"):
+        mosaic_hopper.build(rows, 1.0, "bfloat16", mosaic_hopper.RECORDS_CONFIG)
 
 
 def test_tile_shape_of_grouped_and_of_many_heads():
@@ -75,6 +97,41 @@ def test_explicit_choice_that_cannot_run_says_why(args, scale, rank, reason):
     q, kv, ids = q_kv_ids(**args)
     with pytest.raises(ValueError, match=f"mosaic_hopper.*{reason}"):
         sparse_mla(q, kv, ids, softmax_scale=scale, kv_lora_rank=rank, implementation="mosaic_hopper")
+
+
+def records(name, rope=64, rows=16):
+    fmt = ckv_format(name, kv_lora_rank=512, qk_rope_head_dim=rope, model_dtype=jnp.bfloat16)
+    return fmt, jax.ShapeDtypeStruct((rows, fmt.record_width), fmt.dtype)
+
+
+def traced(fmt, kv, implementation):
+    """Text of the program that a Hopper GPU would get."""
+    q, _, ids = q_kv_ids(width=fmt.width)
+
+    def fn(kv):
+        return sparse_mla(q, kv, ids, softmax_scale=1.0, kv_lora_rank=512, kv_format=fmt, implementation=implementation)
+
+    with dispatch.compiling_for((9, 0)):
+        return str(jax.make_jaxpr(fn)(kv))
+
+
+@pytest.mark.parametrize("rope", [64, 0])
+def test_packed_records_reach_the_kernel_by_its_name_only(rope):
+    fmt, kv = records("fp8_ds_mla", rope)
+    assert "Ref<gmem>" in traced(fmt, kv, "mosaic_hopper")
+    assert "Ref<gmem>" not in traced(fmt, kv, None)
+
+
+def test_plain_records_reach_the_kernel():
+    fmt, kv = records("bf16")
+    assert "Ref<gmem>" in traced(fmt, kv, None)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("nvfp4_ds_mla", "not of nvfp4_ds_mla"), ("float32", "not of float32")])
+def test_records_that_the_kernel_cannot_read(name, reason):
+    fmt, kv = records(name)
+    with pytest.raises(ValueError, match=f"mosaic_hopper.*{reason}"):
+        traced(fmt, kv, "mosaic_hopper")
 
 
 def test_merge_of_splits_keeps_nan_and_empty_rows():

@@ -154,8 +154,10 @@ def inputs(problem: Problem, seed=0):
     ids = np.stack([rng.permutation(KEYS - 1)[: problem.k] for _ in range(problem.rows)]).astype(np.int32)
     ids[rng.random(ids.shape) < 0.05] = -1
     ids[0, 3], ids[0, 5] = KEYS, np.iinfo(np.int32).max
-    if problem.rows > 2:
-        ids[1] = -1 if problem.shape.masked else -2  # a list without entries, or a row that selects nothing
+    if problem.shape.masked:
+        ids[1], ids[4:8] = -1, -1  # a row that selects nothing, and a list without entries
+    elif problem.rows > 2:
+        ids[1:3] = -2  # lists without entries
     return kv, values, q, ids
 
 
