@@ -33,7 +33,7 @@ def flags(parser: argparse.ArgumentParser) -> set[str]:
 
 def named(text: str) -> set[str]:
     """Flags that a text names."""
-    return set(re.findall(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z-]*", text))
+    return set(re.findall(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z0-9-]*", text))
 
 
 def test_every_flag_is_named_and_every_named_flag_exists():
