@@ -98,7 +98,7 @@ def test_deepseek_v32():
     assert config.moe is not None and (config.moe.n_group, config.moe.topk_group) == (8, 4)
     assert config.mlp_types == ("dense",) * 3 + ("sparse",) * 58
     assert config.eos_token_ids == (1,)
-    assert config.quantization == QuantizationConfig("fp8", (128, 128))
+    assert config.quantization == QuantizationConfig("fp8", (128, 128), power_of_two=True)
     assert config.latent_norm_eps == config.rms_norm_eps == 1e-6
 
 

@@ -10,11 +10,11 @@ import pytest
 import dsa_jax.batch
 from dsa_jax.layers.kpool import hadamard
 from dsa_jax.prefill import PrefillResult
+from dsa_jax.testing import selected_sets
 from pallas_kernels.ckv_records import read, unpack
 from sharding.mesh import make_mesh
 from tests.model.flash_wide import LENGTH, wide_geometry, wide_model, wide_prompt
 from tests.model.paged_cases import foreign_cache, paged_batch, run
-from tests.support import as_sets
 
 POOL, SEED, DECODED = 4, 0, 7
 # What a flipped rounding moves a logit of size 2 by; without what the ring keeps, rows move by up to 0.9.
@@ -63,7 +63,7 @@ def test_stored_pools_are_those_of_float32(ckv, index_keys, key_error, error):
     assert 0 < wrong.max() < key_error
     assert 0 < np.median(relative(rounded.logits[0], exact.logits[0])) < error
     # The tail is never scored: it is there whatever the rounding.
-    for t, ids in enumerate(as_sets(rounded.selected[0][0])):
+    for t, ids in enumerate(selected_sets(rounded.selected[0][0])):
         assert set(range((t + 1) // POOL * POOL, t + 1)) <= ids and len(ids) == min(24, (t + 1) // 4 * 4) + (t + 1) % 4
 
 
@@ -77,8 +77,8 @@ def test_chunks_and_decode_equal_one_shot(ckv, index_keys):
     model, (whole, _) = wide_model(make_mesh()), one_shot(ckv, index_keys)
     _, result = prefilled(ckv, index_keys, chunk_size=37, seed=1)
     np.testing.assert_allclose(result.logits[0], whole.logits[0], rtol=0, atol=FLIPPED)
-    want = as_sets(whole.selected[0][0])
-    assert sum(a != b for a, b in zip(as_sets(result.selected[0][0]), want, strict=True)) <= 2
+    want = selected_sets(whole.selected[0][0])
+    assert sum(a != b for a, b in zip(selected_sets(result.selected[0][0]), want, strict=True)) <= 2
     batch, result = prefilled(ckv, index_keys, seed=2, length=LENGTH - DECODED)
     other = 0
     for t in range(LENGTH - DECODED, LENGTH):

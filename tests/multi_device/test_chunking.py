@@ -21,11 +21,11 @@ from jax.sharding import AxisType
 
 from dsa_jax.prefill import Batch, PrefillResult, prefill
 from dsa_jax.step import Execution, StepRunner
-from dsa_jax.testing import users_mesh
+from dsa_jax.testing import selected_sets, users_mesh
 from sharding import policy
 from sharding.policy import PrefillPolicy
 from tests.multi_device.scenario import placed_model
-from tests.support import as_sets, geometry, prompt
+from tests.support import geometry, prompt
 
 VARIANT, NAME, LENGTH = "glm5_wide", "s300", 160
 ONE_STEP, CHUNKS = 256, 56
@@ -59,7 +59,10 @@ def test_fp8_records_depend_on_the_chunks_of_the_stock_path_within_a_bound(monke
     rows = np.linalg.norm(wrong, axis=1) / np.linalg.norm(want, axis=1)
     assert 0 < np.median(rows) < 8e-4, "the format's own error is 0.04"
     assert np.linalg.norm(wrong) / np.linalg.norm(want) < 0.013
-    selected = [(as_sets(a), as_sets(b)) for a, b in zip(whole.selected[0], chunked.selected[0], strict=True)]
+    pairs = zip(whole.selected[0], chunked.selected[0], strict=True)
+    selected = [(selected_sets(a), selected_sets(b)) for a, b in pairs]
+        (selected_sets(a), selected_sets(b)) for a, b in zip(whole.selected[0], chunked.selected[0], strict=True)
+    ]
     others = np.array([[x != y for x, y in zip(a, b, strict=True)] for a, b in selected])
     assert not others[0].any() and others.mean() < 0.2
 

@@ -14,12 +14,12 @@ from dsa_jax.engine import EngineOptions
 from dsa_jax.model import abstract_model
 from dsa_jax.prefill import Batch, prefill
 from dsa_jax.step import Execution, StepRunner, decide_step, plan_rows, run_step
-from dsa_jax.testing import users_mesh
+from dsa_jax.testing import selected_sets, users_mesh
 from sharding.mesh import make_mesh
 from sharding.policy import PrefillPolicy
 from tests.model.flash_wide import wide_geometry, wide_model, wide_prompt
 from tests.multi_device.scenario import TOKENS_PER_PAGE, placed_model, run_scenario
-from tests.support import FIXTURES, as_sets, load_model
+from tests.support import FIXTURES, load_model
 
 VARIANT = "flash_tp8"
 # (data, qsplit, dcp), interleave, copies of the index keys, policy, type of the mesh's axes
@@ -139,7 +139,7 @@ def test_records_without_rope_are_gathered(monkeypatch):
     text = lowered(model, geometry, policy, rows=64)
     assert re.search(r"stablehlo\.all_gather.*?->\s*tensor<4x\d+x528xui8>", text)
     one, eight = results
-    same = [a == b for a, b in zip(*(as_sets(r.selected[0][0]) for r in results), strict=True)]
+    same = [a == b for a, b in zip(*(selected_sets(r.selected[0][0]) for r in results), strict=True)]
     assert np.mean(same) > 0.9
     wrong = np.abs(one.logits[0] - eight.logits[0]).max(axis=1)
     assert np.median(wrong[same]) < 5e-3 < np.abs(one.logits[0]).max()

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import dsa_jax.layers.decoder
 from dsa_jax import make_mesh
-from dsa_jax.api import _log_skipped, from_pretrained
+from dsa_jax.api import _check_unread, from_pretrained
 from dsa_jax.config import ModelConfig
 from dsa_jax.engine import Engine, EngineOptions
 from dsa_jax.layers.kpool import PooledIndexer
@@ -188,7 +188,7 @@ def test_what_is_skipped_is_one_line_each(caplog, tmp_path):
     vision = {name: np.zeros(1, np.float32) for name in ("model.visual.a.weight", "model.visual.b.weight")}
     save_file(vision, tmp_path / "vision.safetensors")
     with caplog.at_level(logging.INFO, logger="dsa_jax"):
-        _log_skipped(tmp_path, ModelConfig.from_folder(tmp_path))
+        _check_unread(tmp_path, ModelConfig.from_folder(tmp_path))
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and "multi-token prediction (layer 5)" in lines[0]
     assert lines[1] == "skipped 2 tensors of the vision tower (model.visual.*)"
