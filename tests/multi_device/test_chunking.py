@@ -61,8 +61,6 @@ def test_fp8_records_depend_on_the_chunks_of_the_stock_path_within_a_bound(monke
     assert np.linalg.norm(wrong) / np.linalg.norm(want) < 0.013
     pairs = zip(whole.selected[0], chunked.selected[0], strict=True)
     selected = [(selected_sets(a), selected_sets(b)) for a, b in pairs]
-        (selected_sets(a), selected_sets(b)) for a, b in zip(whole.selected[0], chunked.selected[0], strict=True)
-    ]
     others = np.array([[x != y for x, y in zip(a, b, strict=True)] for a, b in selected])
     assert not others[0].any() and others.mean() < 0.2
 

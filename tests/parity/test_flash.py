@@ -17,18 +17,19 @@ from dsa_jax.engine import Engine, EngineOptions
 from dsa_jax.layers.kpool import PooledIndexer
 from dsa_jax.segments import plan_segments
 from dsa_jax.step import Execution
+from dsa_jax.testing import selected_sets
 from dsa_jax.tiny import write_tiny
 from tests.model.paged_cases import foreign_cache
 from tests.support import (
     FIXTURES,
     ORACLE,
     answers,
-    as_sets,
     assert_selected,
     load_model,
     prompt,
     prompt_names,
     run_prefill,
+    selected_sets,
     selecting_layers,
 )
 
@@ -111,10 +112,10 @@ def test_without_its_newest_tokens_no_row_passes(monkeypatch):
         load_model(VARIANT), [prompt(VARIANT, n) for n in names], page_size=PAGE_SIZE, execution=execution
     )
     want = answers(VARIANT)["s33_logits"][0]
-    oracle = as_sets(answers(VARIANT)[f"s33_sel_L{selecting_layers(VARIANT, 's33')[0]}"][0])
+    oracle = selected_sets(answers(VARIANT)[f"s33_sel_L{selecting_layers(VARIANT, 's33')[0]}"][0])
     for request in range(len(LOST) + 1):
         wrong = np.abs(result.logits[request] - want).max(axis=1) > TOLERANCE
-        first = as_sets(result.selected[request][0])
+        first = selected_sets(result.selected[request][0])
         missed = [len(whole - ids) for whole, ids in zip(oracle, first, strict=True)]
         if request < len(LOST):
             assert missed == [min(LOST[request], (t + 1) % 4) for t in range(33)]
