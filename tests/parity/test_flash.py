@@ -29,7 +29,6 @@ from tests.support import (
     prompt,
     prompt_names,
     run_prefill,
-    selected_sets,
     selecting_layers,
 )
 
