@@ -35,6 +35,7 @@ def from_pretrained(
     dtype: jax.typing.DTypeLike | None = None,
     *,
     weights: Weights = "auto",
+    fp8_matmul: str | None = None,
     latent_norm_eps: float | None = None,
     progress: bool = False,
 ) -> Model:
@@ -50,6 +51,8 @@ def from_pretrained(
         where they are multiplied; "dequantized" does so once, while loading; "auto" keeps them unless dtype is float32.
         NVFP4 weights become block FP8 with "fp8", which rounds them once more, and are dequantised otherwise. A native
         checkpoint decided when it was converted.
+      fp8_matmul: How weights that are kept in FP8 are multiplied. None dequantises them; "mosaic_hopper" (a kernel that
+        has not run on a GPU yet) and "reference" quantise the activations to e4m3, see `pallas_kernels.scaled_matmul`.
       latent_norm_eps: eps of the norms behind q_a_proj and kv_a_proj; see `dsa_jax.config.ModelConfig`.
       progress: Whether to show a progress bar on stderr.
 
@@ -58,8 +61,9 @@ def from_pretrained(
 
     Raises:
       ValueError: The config is unsupported or contradictory, a tensor is missing, misshapen or truncated, the heads do
-        not divide by TP, the dtype is none of the two, `weights` asks for what the checkpoint does not hold, or the
-        config ties the embeddings and the checkpoint stores another `lm_head.weight` (which transformers 5 would use).
+        not divide by TP, the dtype is none of the two, `weights` asks for what the checkpoint does not hold,
+        `fp8_matmul` cannot multiply a rank's share of a weight, or the config ties the embeddings and the checkpoint
+        stores another `lm_head.weight` (which transformers 5 would use).
     """
     dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
@@ -67,7 +71,10 @@ def from_pretrained(
     config = ModelConfig.from_folder(path, latent_norm_eps=latent_norm_eps)
     if mesh is None:
         mesh = make_mesh(tp=default_tp(config, len(jax.devices())))
-    model = abstract_model(config, mesh, _fp8_parameters(path, config, mesh, dtype, weights))
+    kept = _fp8_parameters(path, config, mesh, dtype, weights)
+    if fp8_matmul is not None and not kept:
+        raise ValueError(f"{fp8_matmul=} multiplies weights in FP8, and none is kept: {weights=}, dtype={dtype.name}")
+    model = abstract_model(config, mesh, kept, fp8_matmul=fp8_matmul)
     specs = parameter_specs(model)
     if checkpoint.is_native(path):
         return fill_parameters(model, checkpoint.load_native(path, specs, mesh, dtype, progress=progress))

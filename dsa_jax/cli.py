@@ -18,6 +18,7 @@ from dsa_jax.gpu_target import TARGETS
 from dsa_jax.page_allocator import OutOfPagesError
 from dsa_jax.prefill import NonFiniteWarning
 from dsa_jax.tiny import FAMILIES
+from pallas_kernels.scaled_matmul.api import IMPLEMENTATIONS
 
 _LONGEST_MESSAGE = 1000
 DTYPES = ("bfloat16", "float32")
@@ -74,6 +75,11 @@ def _add_model_flags(
     parser.add_argument("--data", type=_positive, default=1, help="groups that serve requests of their own")
     parser.add_argument("--chunk-size", type=_positive, default=2048, help="most rows of a prefill step")
     _add_weights_flag(parser, "auto")
+    parser.add_argument(
+        "--fp8-matmul",
+        choices=IMPLEMENTATIONS,
+        help="multiply FP8 weights without dequantising them, activations in e4m3 too (default: dequantise)",
+    )
     parser.add_argument(
         "--latent-norm-eps",
         type=float,
@@ -178,14 +184,16 @@ def build_parser() -> argparse.ArgumentParser:
 def _messages_on_stderr() -> Iterator[None]:
     """Show what the package has to say while a command runs, such as which weights it skipped."""
     logger, handler = logging.getLogger("dsa_jax"), logging.StreamHandler(sys.stderr)
-    level = logger.level
+    level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # A library may give the root logger a handler, which would say all of it again.
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
 
 
 def _load(args: argparse.Namespace, mesh: Mesh) -> Model:
-    options = {"weights": args.weights, "latent_norm_eps": args.latent_norm_eps}
+    options = {"weights": args.weights, "fp8_matmul": args.fp8_matmul, "latent_norm_eps": args.latent_norm_eps}
     return from_pretrained(args.checkpoint, mesh, args.dtype, progress=True, **options)
 
 

@@ -43,6 +43,7 @@ def _options(args: argparse.Namespace, config: ModelConfig) -> PlanOptions:
         chunk_size=args.chunk_size,
         dtype=args.dtype,
         keep_fp8=args.weights == "fp8" or (args.weights == "auto" and keeps_by_default),
+        fp8_matmul=args.fp8_matmul,
         kv_format=args.kv_format,
         index_format=args.index_format,
         page_size=args.page_size,

@@ -24,11 +24,13 @@ class QuantizationConfig:
         e4m3 `weight_scale` for 16 of them and one float32 `weight_scale_2`.
       block: Rows and columns of an FP8 block, stored or to be made from NVFP4; blocks at the edges may be partial.
       excluded: Shell patterns of modules that NVFP4 leaves out, for plans that are made without the tensors.
+      power_of_two: Whether activations that meet FP8 weights are to have scales that are powers of two ("ue8m0").
     """
 
     method: str
     block: tuple[int, int]
     excluded: tuple[str, ...] = ()
+    power_of_two: bool = False
 
     def excludes(self, tensor: str) -> bool:
         """Whether the configuration says that a tensor is not quantized."""
@@ -78,7 +80,8 @@ def _block_fp8(section: Fields) -> QuantizationConfig:
         raise ConfigError(
             f"unknown quantization: {section.label('weight_block_size')}={block!r} must be two positive ints"
         )
-    return QuantizationConfig(method="fp8", block=(block[0], block[1]))
+    power_of_two = section.get("scale_fmt") == "ue8m0"
+    return QuantizationConfig(method="fp8", block=(block[0], block[1]), power_of_two=power_of_two)
 
 
 def _nvfp4(section: Fields) -> QuantizationConfig:

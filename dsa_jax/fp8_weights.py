@@ -1,12 +1,14 @@
 """Weights that stay in block-scaled FP8 on the device, beside their scales.
 
 A module that can hold such weights names them in its class attribute `FP8`. For a weight `X` that is kept, the module
-holds `X` in e4m3 and `X_scale_inv`, the float32 scales of the checkpoint, and dequantises where it multiplies.
+holds `X` in e4m3 and `X_scale_inv`, the float32 scales of the checkpoint, and dequantises where it multiplies. In a
+model that was made with `fp8_matmul` it quantises what it multiplies instead, and the weight stays as it is.
 """
 
 # Modules gain attributes while they are built, which the type checker cannot see.
 # pyright: reportAttributeAccessIssue=false
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 
 import jax
@@ -16,6 +18,8 @@ from flax import nnx
 from dsa_jax.config_quantization import QuantizationConfig
 from dsa_jax.params import RULES, ParamSpec, declare
 from dsa_jax.quantization import SCALE_SUFFIX, dequantize_blocks, scale_shape
+from pallas_kernels.scaled_matmul import quantize_rows, scaled_matmul
+from pallas_kernels.scaled_matmul.api import BLOCK, IMPLEMENTATIONS
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 
@@ -58,7 +62,35 @@ def fp8_parameters(
     return frozenset(name for name in candidates if all(is_fp8(source.name) for source in specs[name].sources))
 
 
-def keep_fp8(model: nnx.Module, names: Collection[str], block: tuple[int, int] | None) -> None:
+@dataclasses.dataclass(frozen=True)
+class Fp8Matmul:
+    """How kept weights are multiplied without being dequantised.
+
+    Attributes:
+      implementation: That of `pallas_kernels.scaled_matmul`.
+      power_of_two: Whether the scales of the activations are powers of two.
+    """
+
+    implementation: str
+    power_of_two: bool
+
+    def __post_init__(self):
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"fp8_matmul must be None or one of {IMPLEMENTATIONS}, got {self.implementation!r}")
+
+    def quantize(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rows [M, K] as e4m3, and their scales; see `quantize_rows`."""
+        return quantize_rows(x, power_of_two=self.power_of_two)
+
+
+def keep_fp8(
+    model: nnx.Module,
+    names: Collection[str],
+    block: tuple[int, int] | None,
+    *,
+    matmul: Fp8Matmul | None = None,
+    tp: int = 1,
+) -> None:
     """Declare parameters of a model that is not filled yet as FP8 with scales.
 
     The scales of a whole matrix are replicated: they are a 4096th of its bytes, and a rank's share may begin inside a
@@ -68,34 +100,83 @@ def keep_fp8(model: nnx.Module, names: Collection[str], block: tuple[int, int] |
       model: Changed in place.
       names: Parameters among `fp8_candidates(model)`.
       block: Rows and columns of a block of the checkpoint.
+      matmul: How the weights are multiplied; None dequantises them.
+      tp: Ranks that split axes are dealt to.
 
     Raises:
-      ValueError: There are no blocks, or a name is no candidate.
+      ValueError: There are no blocks, a name is no candidate, or `matmul` cannot take a rank's share of a weight.
     """
     unknown = set(names) - fp8_candidates(model)
     if block is None or unknown:
         raise ValueError(f"cannot keep {sorted(unknown or names)[:4]} in FP8 with {block=}")
     for path, module in list(nnx.iter_modules(model)):
         for name in getattr(module, "FP8", ()):
-            if ".".join(map(str, (*path, name))) in names:
-                _declare_fp8(module, name, block)
+            label = ".".join(map(str, (*path, name)))
+            if label in names:
+                if matmul is not None:
+                    _check_share(label, getattr(module, name), block, matmul, tp)
+                _declare_fp8(module, name, block, matmul)
 
 
-def _declare_fp8(module: nnx.Module, name: str, block: tuple[int, int]) -> None:
+def _check_share(label: str, weight: nnx.Param, block: tuple[int, int], matmul: Fp8Matmul, tp: int) -> None:
+    """Raise ValueError unless a rank's share of a matrix is made of whole blocks.
+
+    The last blocks of rows of a matrix that is not split may be partial; the copy engine takes 8 rows at a time.
+    """
+    axes = weight.get_metadata()["axes"][-2:]
+    rows, columns = (n if RULES[axis] is None else n // tp for n, axis in zip(weight.shape[-2:], axes, strict=True))
+    whole = BLOCK if RULES[axes[0]] is not None else 8
+    if block != (BLOCK, BLOCK) or rows % whole or columns % BLOCK:
+        raise ValueError(
+            f"fp8_matmul={matmul.implementation!r} cannot multiply {label}: a share of {rows} x {columns} at {tp=} in "
+            f"blocks of {block[0]} x {block[1]}; it needs blocks of {BLOCK} x {BLOCK}, multiples of {whole} rows and "
+            f"of {BLOCK} columns"
+        )
+
+
+def _declare_fp8(module: nnx.Module, name: str, block: tuple[int, int], matmul: Fp8Matmul | None) -> None:
     weight = getattr(module, name)
     metadata = weight.get_metadata()
     stored, lead = metadata["stored"], len(metadata["axes"]) - len(metadata["stored"])
     axes, shape, stack = metadata["axes"][lead:], weight.shape[lead:], weight.shape[0] if lead else None
-    setattr(module, name, declare(*shape, axes=axes, stack=stack, stored=stored, dtype=FP8))
+    whole = metadata["whole"]
+    setattr(module, name, declare(*shape, axes=axes, stack=stack, stored=stored, dtype=FP8, whole=whole))
     scales = declare(
         *scale_shape(shape, block),
         axes=(*axes[:-2], None, None),
         stack=stack,
         stored=scale_shape(stored, block),
         dtype=jnp.float32,
+        whole=whole,
     )
-    scales.set_metadata(block=block)
+    scales.set_metadata(block=block, matmul=matmul)
     setattr(module, name + SCALE_SUFFIX, scales)
+
+
+def matmul_of(scale: nnx.Param | None) -> Fp8Matmul | None:
+    """How the weight of these scales is multiplied; None for one that is dequantised, or that was never FP8."""
+    return None if scale is None else scale.get_metadata()["matmul"]
+
+
+def multiply_shard(
+    x: jax.Array, weight: nnx.Param, scale: nnx.Param, matmul: Fp8Matmul, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """`x @ weight.T` of a rank's share of a matrix in FP8, x being quantised for it. Call it inside `shard_map`.
+
+    Args:
+      x: [..., columns], float32 or bfloat16.
+      weight: [rows, columns] e4m3, this rank's, whole blocks.
+      scale: [row blocks, column blocks] float32 of the whole matrix.
+      matmul: How to multiply.
+      dtype: dtype of the result, bfloat16 or float32.
+    """
+    values, scales = weight[...], scale[...]
+    starts = [_start(axis, size) for axis, size in zip(weight.get_metadata()["axes"][-2:], values.shape, strict=True)]
+    blocks = [-(-size // BLOCK) for size in values.shape]
+    own = jax.lax.dynamic_slice(scales, [start // BLOCK for start in starts], blocks)
+    rows, row_scales = matmul.quantize(x.reshape(-1, x.shape[-1]))
+    out = scaled_matmul(rows, row_scales, values, own, out_dtype=dtype, implementation=matmul.implementation)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def dequantize_shard(weight: nnx.Param, scale: nnx.Param, dtype: jnp.dtype) -> jax.Array:

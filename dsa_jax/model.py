@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from dsa_jax.batch import StepInputs
 from dsa_jax.cache import PagedCache, RequestState
 from dsa_jax.config import ModelConfig
-from dsa_jax.fp8_weights import keep_fp8
+from dsa_jax.fp8_weights import Fp8Matmul, keep_fp8
 from dsa_jax.layers.attention import gather_layer, no_selection
 from dsa_jax.layers.context import StepContext, StepOptions, make_context
 from dsa_jax.layers.decoder import DecoderLayer, LayerCarry, LayerOutputs
@@ -169,36 +169,51 @@ def run_segment(
     segment: Segment, layers: nnx.List, carry: LayerCarry, context: StepContext, cache: PagedCache
 ) -> tuple[LayerCarry, list[LayerOutputs]]:
     """Scan the segment's pattern over its repeats; the outputs of each position, repeats in front."""
-    split = [nnx.split(layer) for layer in layers]
+    split = [nnx.split(layer, _is_whole, ...) for layer in layers]
 
     def body(carry: LayerCarry, scanned):
         repeat, states = scanned
         outputs = []
-        for position, ((graphdef, _), state) in enumerate(zip(split, states, strict=True)):
-            carry, left = nnx.merge(graphdef, state)(carry, context, cache, segment.place(position, repeat))
+        for position, ((graphdef, whole, _), state) in enumerate(zip(split, states, strict=True)):
+            layer = nnx.merge(graphdef, whole, state)
+            carry, left = layer(carry, context, cache, segment.place(position, repeat), repeat)
             outputs.append(left)
         return carry, outputs
 
     repeats = jnp.arange(segment.repeats, dtype=jnp.int32)
-    return jax.lax.scan(body, carry, (repeats, [state for _, state in split]))
+    return jax.lax.scan(body, carry, (repeats, [state for _, _, state in split]))
 
 
-def abstract_model(config: ModelConfig, mesh: Mesh, fp8: Collection[str] = ()) -> Model:
+def _is_whole(path, variable) -> bool:
+    """Whether every layer of a stack is handed the whole of a parameter."""
+    del path
+    return isinstance(variable, nnx.Param) and variable.get_metadata()["whole"]
+
+
+def abstract_model(
+    config: ModelConfig, mesh: Mesh, fp8: Collection[str] = (), *, fp8_matmul: str | None = None
+) -> Model:
     """The model with shapes in place of arrays.
 
     Args:
       config: Its sizes.
       mesh: Mesh that its parameters are split over.
       fp8: Parameters that stay FP8, see `dsa_jax.fp8_weights`.
+      fp8_matmul: Implementation of `pallas_kernels.scaled_matmul` that multiplies them; None dequantises them first.
 
     Raises:
-      ValueError: The heads do not divide by the mesh's TP size, or a parameter of `fp8` cannot be FP8.
+      ValueError: The heads do not divide by the mesh's TP size, a parameter of `fp8` cannot be FP8, or `fp8_matmul`
+        cannot multiply a rank's share of it.
     """
 
     def declared() -> Model:
         model = Model(config, mesh)
         if fp8:
-            keep_fp8(model, fp8, config.quantization.block if config.quantization else None)
+            quantization = config.quantization
+            block = None if quantization is None else quantization.block
+            power_of_two = quantization is not None and quantization.power_of_two
+            matmul = None if fp8_matmul is None else Fp8Matmul(fp8_matmul, power_of_two)
+            keep_fp8(model, fp8, block, matmul=matmul, tp=tp_size(mesh))
         return model
 
     return nnx.eval_shape(declared)

@@ -69,6 +69,7 @@ def declare(
     stack: int | None = None,
     stored: Sequence[int] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    whole: bool = False,
 ) -> nnx.Param:
     """A parameter to be filled from a checkpoint.
 
@@ -78,6 +79,8 @@ def declare(
       stack: Number of layers whose parameters are stacked on a leading axis, or None for no such axis.
       stored: Shape without padding, as in the checkpoint (for experts: [experts, ...]); None means `shape`.
       dtype: dtype on the device, or None for the dtype the model is loaded with.
+      whole: Whether a layer is handed the parameters of the whole stack, and picks its own where it uses them: a kernel
+        would else be fed a copy.
     """
     axes = tuple(axes) or (None,) * len(shape)
     if len(axes) != len(shape):
@@ -89,4 +92,5 @@ def declare(
         axes=(*(None for _ in lead), *axes),
         stored=tuple(shape if stored is None else stored),
         stored_dtype=None if dtype is None else jnp.dtype(dtype),
+        whole=whole and stack is not None,
     )

@@ -19,6 +19,7 @@ from dsa_jax.cache import DEFAULT_PAGE_SIZE, CacheGeometry, PagedCache, cache_sh
 from dsa_jax.config import ModelConfig
 from dsa_jax.fp8_weights import declared_quantized, fp8_candidates, fp8_parameters
 from dsa_jax.layers.context import StepOptions
+from dsa_jax.layers.mlp import expert_capacity
 from dsa_jax.model import Model, abstract_model, fill_parameters, parameter_specs
 from dsa_jax.params import ParamSpec
 from dsa_jax.plan_time import PredictedTime, predict_time
@@ -39,6 +40,7 @@ class PlanOptions:
       chunk_size: Most rows of a step.
       dtype: dtype of activations, and of weights that are not kept in FP8.
       keep_fp8: Whether the weights of an FP8 checkpoint stay FP8, and those of an NVFP4 one become FP8.
+      fp8_matmul: How FP8 weights are multiplied, see `dsa_jax.model.abstract_model`.
       kv_format: Format of the compressed KV, see `CacheGeometry.for_model`.
       index_format: Format of the index keys.
       page_size: Tokens of a page that each DCP rank holds.
@@ -54,6 +56,7 @@ class PlanOptions:
     chunk_size: int = 8192
     dtype: str = "bfloat16"
     keep_fp8: bool = True
+    fp8_matmul: str | None = None
     kv_format: str = "auto"
     index_format: str = "auto"
     page_size: int = DEFAULT_PAGE_SIZE
@@ -130,7 +133,7 @@ def abstract_step(config: ModelConfig, options: PlanOptions, mesh: Mesh) -> Abst
     if options.keep_fp8 and config.quantization is not None:
         quantized = declared_quantized(config.quantization)
         kept = fp8_parameters(fp8_candidates(model), parameter_specs(model), quantized)
-        model = abstract_model(config, mesh, kept)
+        model = abstract_model(config, mesh, kept, fp8_matmul=options.fp8_matmul)
     arrays = {
         name: jax.ShapeDtypeStruct(
             spec.shape, dtype if spec.dtype is None else spec.dtype, sharding=NamedSharding(mesh, spec.spec)
@@ -248,8 +251,11 @@ def workspace_bytes(config: ModelConfig, options: PlanOptions, step: AbstractSte
     experts = 0
     if config.moe is not None:
         moe = config.moe
-        experts = rows * moe.num_experts_per_tok * (2 * config.hidden_size + 2 * moe.intermediate_size) * value
-        if options.keep_fp8 and config.quantization is not None:
+        served = expert_capacity(rows * moe.num_experts_per_tok, tp)
+        experts = served * (2 * config.hidden_size + 2 * moe.intermediate_size) * value
+        # The sum of the results in float32, and that of a round.
+        experts += 2 * rows * config.hidden_size * 4
+        if options.keep_fp8 and config.quantization is not None and options.fp8_matmul is None:
             # One projection of a layer's experts at a time is dequantised.
             experts += -(-moe.num_experts // tp) * moe.intermediate_size * config.hidden_size * value
     streams = 1 if config.hyper_connections is None else config.hyper_connections.streams

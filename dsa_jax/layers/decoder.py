@@ -205,7 +205,7 @@ class DecoderLayer(nnx.Module):
         return out, dataclasses.replace(carry, state=state)
 
     def __call__(
-        self, carry: LayerCarry, context: StepContext, cache: PagedCache, place: LayerPlace
+        self, carry: LayerCarry, context: StepContext, cache: PagedCache, place: LayerPlace, repeat: jax.Array
     ) -> tuple[LayerCarry, LayerOutputs]:
         """Run the layer on one chunk.
 
@@ -214,6 +214,7 @@ class DecoderLayer(nnx.Module):
           context: What the layers of the step share.
           cache: The cache as it was before the step.
           place: Where the layer's parts of it are.
+          repeat: Which layer of its stack it is, for parameters that are handed to it whole.
 
         Returns:
           What goes on to the next layer, and what the layer leaves behind.
@@ -241,7 +242,7 @@ class DecoderLayer(nnx.Module):
             x = self.hc_attn.write(x, jax.lax.psum(out, TP_AXES), gates)
         with jax.named_scope("mlp"):
             mixed, gates = self.hc_ffn.read(x)
-            exchange = {"exchange": context.options.expert_exchange} if self.kind.sparse_mlp else {}
-            out = self.mlp(self.post_attention_layernorm(mixed), **exchange)
+            options = {"exchange": context.options.expert_exchange, "layer": repeat} if self.kind.sparse_mlp else {}
+            out = self.mlp(self.post_attention_layernorm(mixed), **options)
             x = self.hc_ffn.write(x, jax.lax.psum(out, TP_AXES), gates)
         return LayerCarry(x, carry.state, carry.selection, ahead), outputs

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from dsa_jax.fp8_weights import scale_whole_blocks
+from dsa_jax.fp8_weights import Fp8Matmul, scale_whole_blocks
 from dsa_jax.layers.linear import precision_for
 from dsa_jax.quantization import dequantize_blocks
+from pallas_kernels.scaled_matmul import grouped_scaled_matmul
 
 # `lax.ragged_dot` contracts rows [m, k] with weights [g, n, k]: the orientation of the checkpoints.
 _DIMENSIONS = jax.lax.RaggedDotDimensionNumbers(
@@ -78,3 +79,31 @@ def grouped_matmul(
     if not hopper_takes:
         return _portable(rows, weights, group_sizes)
     return jax.lax.platform_dependent(rows, weights, group_sizes, cuda=_hopper, default=_portable)
+
+
+def fp8_grouped_matmul(
+    rows: tuple[jax.Array, jax.Array],
+    weights: jax.Array,
+    scale: jax.Array,
+    group_sizes: jax.Array,
+    matmul: Fp8Matmul,
+    dtype: jax.typing.DTypeLike,
+    *,
+    first: jax.Array,
+) -> jax.Array:
+    """`grouped_matmul` of quantised rows with weights that stay FP8.
+
+    Args:
+      rows: From `Fp8Matmul.quantize`, sorted by group.
+      weights: [W, N, K] e4m3, those of the groups among them.
+      scale: [W, blocks of N, blocks of K] float32.
+      group_sizes: Rows of each group [G] int32; their sum may be below M.
+      matmul: How to multiply.
+      dtype: dtype of the result, bfloat16 or float32.
+      first: Which weight is the first group's, an int32 scalar.
+
+    Returns:
+      [M, N]. Rows behind the last group are unspecified.
+    """
+    options = {"out_dtype": dtype, "implementation": matmul.implementation}
+    return grouped_scaled_matmul(*rows, weights, scale, group_sizes, first_group=first, **options)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsa_jax.fp8_weights import dequantize_shard
+from dsa_jax.fp8_weights import dequantize_shard, matmul_of, multiply_shard
 from dsa_jax.params import declare
 from dsa_jax.quantization import SCALE_SUFFIX
 
@@ -40,6 +40,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         """Map x [..., in] to [..., out] of `dtype` (None: x's dtype)."""
+        scale = getattr(self, "weight" + SCALE_SUFFIX, None)
+        if scale is not None and (matmul := matmul_of(scale)) is not None:
+            return multiply_shard(x, self.weight, scale, matmul, x.dtype if dtype is None else dtype)
         return contract("...i,oi->...o", x, self.values(x.dtype), dtype)
 
 

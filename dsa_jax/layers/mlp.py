@@ -3,17 +3,23 @@
 # Modules gain attributes while they are built, which the type checker cannot see.
 # pyright: reportAttributeAccessIssue=false
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dsa_jax.config import ModelConfig
-from dsa_jax.layers.grouped_matmul import grouped_matmul
+from dsa_jax.fp8_weights import matmul_of
+from dsa_jax.layers.grouped_matmul import fp8_grouped_matmul, grouped_matmul
 from dsa_jax.layers.linear import Linear
 from dsa_jax.params import declare, round_up
 from dsa_jax.quantization import SCALE_SUFFIX
 from sharding.expert_exchange import exchange_rows
 from sharding.mesh import TP_AXES
+
+# Rows times choices that an expert-parallel rank has buffers for without rounds.
+SERVED_AT_ONCE = 4096
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
@@ -75,7 +81,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Routed experts, whole experts split over TP; each rank serves all rows with its own experts."""
+    """The routed experts, dealt whole to the ranks of TP: each rank serves all rows with its own experts."""
 
     FP8 = ("gate_proj", "up_proj", "down_proj")
 
@@ -85,49 +91,124 @@ class Experts(nnx.Module):
         count, width, hidden = config.moe.num_experts, config.moe.intermediate_size, config.hidden_size
         padded = round_up(count, tp)
         axes = ("experts", None, None)
-        rows = {"axes": axes, "stack": stack, "stored": (count, width, hidden)}
-        self.gate_proj = declare(padded, width, hidden, **rows)
-        self.up_proj = declare(padded, width, hidden, **rows)
-        self.down_proj = declare(padded, hidden, width, axes=axes, stack=stack, stored=(count, hidden, width))
+        options = {"axes": axes, "stack": stack, "whole": True}
+        self.gate_proj = declare(padded, width, hidden, stored=(count, width, hidden), **options)
+        self.up_proj = declare(padded, width, hidden, stored=(count, width, hidden), **options)
+        self.down_proj = declare(padded, hidden, width, stored=(count, hidden, width), **options)
         self.limit = config.swiglu_limit
 
-    def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array, *, layer: jax.Array) -> jax.Array:
         """Partial output [T, hidden] of x [T, hidden] for its experts [T, k] int32 and weights [T, k] float32.
 
-        Assignments are sorted by local expert, those of other ranks last, for one grouped matmul over all experts.
+        `layer` says which of a stack of layers' experts serve.
+
+        Assignments are sorted by local expert, those of other ranks last, and served in rounds of a fixed number of
+        rows, each with one grouped matmul over all experts; see `expert_capacity`. Ranks need not have as many rounds.
         """
-        local = self.local_experts
-        choices = experts.shape[1]
+        local, choices = self.local_experts, experts.shape[1]
         ids = (experts - jax.lax.axis_index(TP_AXES) * local).reshape(-1)
         owned = (ids >= 0) & (ids < local)
         ids = jnp.where(owned, ids, local)
-        order = jnp.argsort(ids)  # stable
-        sizes = jnp.bincount(ids, length=local + 1)[:local].astype(jnp.int32)
-        out = self.serve(x[order // choices], sizes)  # [T * k, hidden]
-        # Rows of other ranks' experts are whatever the library leaves behind its last group.
-        out = out[jnp.argsort(order)].reshape(-1, choices, x.shape[1])
-        out = jnp.where(owned.reshape(-1, choices)[:, :, None], out.astype(jnp.float32), 0.0)
-        return jnp.einsum("tkd,tk->td", out, weights, precision=jax.lax.Precision.HIGHEST).astype(x.dtype)
+        order = jnp.argsort(ids).astype(jnp.int32)  # stable
+        place = jnp.where(owned, jnp.argsort(order).astype(jnp.int32), -1).reshape(-1, choices)
+        ends = jnp.cumsum(jnp.bincount(ids, length=local + 1)[:local].astype(jnp.int32), dtype=jnp.int32)
+        capacity = expert_capacity(ids.size, jax.lax.axis_size(TP_AXES))
+        order = jnp.pad(order, (0, -ids.size % capacity))
+        operand, dtype = self._quantized(x, "gate_proj", "up_proj"), x.dtype
+
+        def add_round(number, total):
+            first = number * capacity
+            window = jnp.clip(ends - first, 0, capacity)
+            picked = jax.lax.dynamic_slice_in_dim(order, first, capacity) // choices
+            sizes = jnp.diff(window, prepend=jnp.zeros(1, jnp.int32))
+            results = self.serve(_take(operand, picked), sizes, dtype, layer)
+            return _add_results(total, results, place - first, weights)
+
+        total = jnp.zeros(x.shape, jnp.float32)
+        if capacity == ids.size:
+            return add_round(0, total).astype(dtype)
+        return jax.lax.fori_loop(0, (ends[-1] + capacity - 1) // capacity, add_round, total).astype(dtype)
 
     @property
     def local_experts(self) -> int:
         """Experts of this rank, inside `shard_map`."""
         return self.gate_proj.shape[-3]
 
-    def serve(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    def serve(self, rows: "Operand", sizes: jax.Array, dtype: jnp.dtype, layer: jax.Array) -> jax.Array:
         """Results [N, hidden] of rows [N, hidden] sorted by local expert, `sizes` [local experts] of each."""
-        gate = self._matmul("gate_proj", rows, sizes)
-        gated = swiglu(gate, self._matmul("up_proj", rows, sizes), self.limit)
-        return self._matmul("down_proj", gated, sizes)
 
-    def _matmul(self, name: str, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        def matmul(name: str, rows: Operand) -> jax.Array:
+            return self._matmul(name, rows, sizes, dtype, layer)
+
+        gated = swiglu(matmul("gate_proj", rows), matmul("up_proj", rows), self.limit)
+        return matmul("down_proj", self._quantized(gated, "down_proj"))
+
+    def serve_rows(self, rows: jax.Array, sizes: jax.Array, *, layer: jax.Array) -> jax.Array:
+        """`serve` of rows that are not quantised yet."""
+        return self.serve(self._quantized(rows, "gate_proj", "up_proj"), sizes, rows.dtype, layer)
+
+    def _quantized(self, rows: jax.Array, *names: str) -> "Operand":
+        """Rows as the matmuls with these weights take them."""
+        found = [matmul_of(getattr(self, name + SCALE_SUFFIX, None)) for name in names]
+        return rows if found[0] is None or None in found else found[0].quantize(rows)
+
+    def _matmul(self, name: str, rows: "Operand", sizes: jax.Array, dtype: jnp.dtype, layer: jax.Array) -> jax.Array:
         """Rows sorted by local expert through the weights `name` of their experts."""
-        scale = getattr(self, name + SCALE_SUFFIX, None)
+        weights, scale = getattr(self, name), getattr(self, name + SCALE_SUFFIX, None)
+        matmul = matmul_of(scale)
+        if isinstance(rows, tuple):
+            assert scale is not None and matmul is not None
+            stack, scales = (array[...].reshape(-1, *array.shape[-2:]) for array in (weights, scale))
+            return fp8_grouped_matmul(rows, stack, scales, sizes, matmul, dtype, first=layer * self.local_experts)
         if scale is None:
-            return grouped_matmul(rows, getattr(self, name)[...], sizes)
-        return grouped_matmul(
-            rows, getattr(self, name)[...], sizes, scale=scale[...], block=scale.get_metadata()["block"]
-        )
+            return grouped_matmul(rows, _of_layer(weights, layer), sizes)
+        options = {"scale": _of_layer(scale, layer), "block": scale.get_metadata()["block"]}
+        return grouped_matmul(rows, _of_layer(weights, layer), sizes, **options)
+
+
+def _of_layer(weights: nnx.Param, layer: jax.Array) -> jax.Array:
+    """The experts' weights of one layer."""
+    whole = weights[...]
+    return jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False) if weights.get_metadata()["whole"] else whole
+
+
+# Rows [N, hidden], or e4m3 rows and their scales.
+Operand = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def _take(rows: Operand, index: jax.Array) -> Operand:
+    """Rows of these numbers."""
+    return (rows[0][index], rows[1][:, index]) if isinstance(rows, tuple) else rows[index]
+
+
+def _add_results(total: jax.Array, results: jax.Array, place: jax.Array, weights: jax.Array) -> jax.Array:
+    """Add the weighted results of a round to their rows, one choice after another.
+
+    Args:
+      total: [T, hidden] float32.
+      results: [capacity, hidden]; what no row has a place for is anything.
+      place: Where each row's results are [T, k] int32; those outside of the round's belong to others.
+      weights: [T, k] float32.
+    """
+    for choice in range(place.shape[1]):
+        at = place[:, choice]
+        here = (at >= 0) & (at < results.shape[0])
+        found = results[jnp.where(here, at, 0)].astype(jnp.float32)
+        total = total + jnp.where(here[:, None], found, 0.0) * weights[:, choice, None]
+    return total
+
+
+def expert_capacity(assignments: int, ranks: int) -> int:
+    """Rows that a rank serves at a time, of `assignments` (rows times choices) that are dealt to all ranks.
+
+    Any number of assignments can be a rank's own, whatever the others have. Buffers for all of them would be as many
+    times too large as there are ranks, and a grouped matmul over them takes the time of all rows on GPUs. So a rank
+    serves its rows in rounds, in one as long as it has no more than one and a half times its share. A few rows
+    are served at once: for them a loop would cost more than its buffers.
+    """
+    if ranks == 1 or assignments <= SERVED_AT_ONCE:
+        return assignments
+    return min(assignments, round_up(-(-3 * assignments // (2 * ranks)), 128))
 
 
 class MoE(nnx.Module):
@@ -142,17 +223,19 @@ class MoE(nnx.Module):
             width = config.moe.intermediate_size * config.moe.num_shared_experts
             self.shared_experts = GatedMLP(config.hidden_size, width, tp, limit=config.swiglu_limit, stack=stack)
 
-    def __call__(self, x: jax.Array, *, exchange: bool = False) -> jax.Array:
+    def __call__(self, x: jax.Array, *, exchange: bool = False, layer: jax.Array) -> jax.Array:
         """Partial output [T, hidden] of x [T, hidden], which is the same on every rank.
+
+        `layer` says which of a stack of layers' experts serve.
 
         Without `exchange` each rank routes all rows and serves those of its experts. With it a rank routes a share of
         the rows and sends them to their experts: an eighth of the router's work on 8 ranks, for two more transfers.
         """
         exchange = exchange and jax.lax.axis_size(TP_AXES) > 1
-        out = self._exchanged(x) if exchange else self.experts(x, *self.gate(x))
+        out = self._exchanged(x, layer) if exchange else self.experts(x, *self.gate(x), layer=layer)
         return out + self.shared_experts(x) if hasattr(self, "shared_experts") else out
 
-    def _exchanged(self, x: jax.Array) -> jax.Array:
+    def _exchanged(self, x: jax.Array, layer: jax.Array) -> jax.Array:
         """Routed part of this rank's run of rows, 0 in all others."""
         ranks, total = jax.lax.axis_size(TP_AXES), x.shape[0]
         share = -(-total // ranks)
@@ -162,5 +245,6 @@ class MoE(nnx.Module):
         experts, weights = self.gate(rows)
         real = start + jnp.arange(share, dtype=jnp.int32) < total
         experts = jnp.where(real[:, None], experts, -1)
-        out = exchange_rows(rows, experts, weights, self.experts.serve, local_experts=self.experts.local_experts)
+        serve = functools.partial(self.experts.serve_rows, layer=layer)
+        out = exchange_rows(rows, experts, weights, serve, local_experts=self.experts.local_experts)
         return jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(padded), out.astype(x.dtype), start, 0)[:total]

@@ -80,6 +80,7 @@ def grouped_scaled_matmul(
     weight_scales: jax.Array,
     group_sizes: jax.Array,
     *,
+    first_group: jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -90,9 +91,11 @@ def grouped_scaled_matmul(
     Args:
       x: Rows [M, K] float8_e4m3fn, sorted by group; K is a multiple of 128.
       x_scale: Scale of each row's block [K / 128, M] float32.
-      weights: [G, N, K] float8_e4m3fn.
-      weight_scales: [G, ceil(N / 128), K / 128] float32.
+      weights: [W, N, K] float8_e4m3fn, those of the groups among them.
+      weight_scales: [W, ceil(N / 128), K / 128] float32.
       group_sizes: Rows of each group [G] int32, not negative; their sum may be below M and must not exceed it.
+      first_group: Which weight is the first group's, an int32 scalar below W - G + 1; None means 0, and then G = W. The
+        experts of one layer can be named so inside a stack of layers, without being copied out of it.
       out_dtype: bfloat16 or float32.
       implementation: As in `scaled_matmul`.
 
@@ -106,13 +109,18 @@ def grouped_scaled_matmul(
     _check_rows(op, x, x_scale)
     rows, contracted = x.shape
     check_array(op, "weights", weights, ("G", "N", contracted), (jnp.float8_e4m3fn,))
-    groups, columns, _ = weights.shape
-    if groups == 0:
+    stored, columns, _ = weights.shape
+    if stored == 0:
         raise ValueError(f"{op}: weights must have groups, got shape {list(weights.shape)}")
-    blocks = (groups, -(-columns // BLOCK), contracted // BLOCK)
+    blocks = (stored, -(-columns // BLOCK), contracted // BLOCK)
     check_array(op, "weight_scales", weight_scales, blocks, (jnp.float32,))
-    check_array(op, "group_sizes", group_sizes, (groups,), (jnp.int32,))
+    check_array(op, "group_sizes", group_sizes, (stored if first_group is None else "G",), (jnp.int32,))
+    if not 0 < group_sizes.shape[0] <= stored:
+        raise ValueError(f"{op}: group_sizes must name 1 to {stored} groups, got shape {list(group_sizes.shape)}")
+    if first_group is None:
+        first_group = jnp.int32(0)
+    check_array(op, "first_group", first_group, (), (jnp.int32,))
     out_dtype = check_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     chosen = _choose(op, implementation, rows, contracted, columns)
     run = reference.grouped_scaled_matmul if chosen == "reference" else mosaic_hopper.grouped_scaled_matmul
-    return run(x, x_scale, weights, weight_scales, group_sizes, out_dtype=out_dtype)
+    return run(x, x_scale, weights, weight_scales, group_sizes, first_group, out_dtype=out_dtype)

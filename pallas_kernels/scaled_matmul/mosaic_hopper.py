@@ -112,7 +112,7 @@ def schedule(group_sizes: jax.Array, rows: int, tile_rows: int) -> tuple[jax.Arr
 
 
 @functools.lru_cache(maxsize=64)
-def _build(padded_rows, contracted, columns, groups, out_dtype, config: Config, interpret):
+def _build(padded_rows, columns, out_dtype, config: Config, interpret):
     """The kernel for one shape: (tiles, count, x, x_scale, weights, weight_scales) -> out."""
     plain = interpret is not None
     transforms = (
@@ -171,6 +171,7 @@ def grouped_scaled_matmul(
     weights: jax.Array,
     weight_scales: jax.Array,
     group_sizes: jax.Array,
+    first_group: jax.Array,
     *,
     out_dtype: jax.typing.DTypeLike,
     config: Config | None = None,
@@ -181,9 +182,10 @@ def grouped_scaled_matmul(
     Args:
       x: [M, K].
       x_scale: [K / 128, M].
-      weights: [G, N, K].
-      weight_scales: [G, ceil(N / 128), K / 128].
+      weights: [W, N, K].
+      weight_scales: [W, ceil(N / 128), K / 128].
       group_sizes: [G].
+      first_group: [].
       out_dtype: bfloat16 or float32.
       config: Shape of the kernel.
       interpret: `plgpu.InterpretGPUParams` for the interpreter, which runs a form without inline code.
@@ -191,7 +193,7 @@ def grouped_scaled_matmul(
     Returns:
       [M, N] of out_dtype.
     """
-    (rows, contracted), (groups, columns, _) = x.shape, weights.shape
+    rows, columns = x.shape[0], weights.shape[1]
     if not rows or not columns:
         return jnp.zeros((rows, columns), out_dtype)
     config = config or default_config(columns)
@@ -201,7 +203,8 @@ def grouped_scaled_matmul(
     column_pad = max(0, BLOCK - columns)
     weights = jnp.pad(weights, ((0, 0), (0, column_pad), (0, 0))) if column_pad else weights
     tiles, count = schedule(group_sizes, rows, config.rows)
-    kernel = _build(rows + pad, contracted, columns, groups, jnp.dtype(out_dtype), config, interpret)
+    tiles = tiles.at[:, 0].add(first_group)
+    kernel = _build(rows + pad, columns, jnp.dtype(out_dtype), config, interpret)
     return kernel(tiles, count, x, x_scale, weights, weight_scales)[:rows, :columns]
 
 
@@ -222,6 +225,7 @@ def scaled_matmul(
         weight[None],
         weight_scale[None],
         jnp.full((1,), x.shape[0], jnp.int32),
+        jnp.int32(0),
         out_dtype=out_dtype,
         config=config,
         interpret=interpret,

@@ -21,13 +21,17 @@ def grouped_scaled_matmul(
     weights: jax.Array,
     weight_scales: jax.Array,
     group_sizes: jax.Array,
+    first_group: jax.Array,
     *,
     out_dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """See `pallas_kernels.scaled_matmul.api.grouped_scaled_matmul`; float32 throughout, a block of K at a time."""
-    rows, columns = x.shape[0], weights.shape[1]
+    rows, columns, groups = x.shape[0], weights.shape[1], group_sizes.shape[0]
+    weights, weight_scales = (
+        jax.lax.dynamic_slice_in_dim(array, first_group, groups) for array in (weights, weight_scales)
+    )
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows, dtype=jnp.int32), side="right")
-    group = jnp.minimum(group, weights.shape[0] - 1)
+    group = jnp.minimum(group, groups - 1)
 
     def add(total, block):
         at = block * BLOCK

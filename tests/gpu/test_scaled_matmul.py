@@ -48,6 +48,15 @@ def test_matches_float64(sizes, columns, contracted, rows, dtype):
     assert np.isfinite(np.asarray(got[: product.real_rows], np.float32)).all()
 
 
+def test_groups_inside_a_stack():
+    """The weights of one layer, named by where they begin, are not those of its neighbours."""
+    product = make([300, 0, 77], 256, 512)
+    x, x_scale, weights, scales, sizes = _placed(product)
+    stack, stack_scales = (jnp.concatenate([a[::-1], a, a[::-1]]) for a in (weights, scales))
+    got = kernel(x, x_scale, stack, stack_scales, sizes, first_group=jnp.int32(3), out_dtype="float32")
+    np.testing.assert_array_equal(got, kernel(x, x_scale, weights, scales, sizes, out_dtype="float32"))
+
+
 def test_every_element_of_a_block_has_its_own_place():
     """Products of one row and one column each, exact in every format: no element lands in another's place."""
     rows, columns = 200, 264
@@ -71,7 +80,7 @@ def test_every_element_of_a_block_has_its_own_place():
 def test_other_tiles(config):
     product = make([300, 0, 1, 77, 128, 5], 512, 512)
     run = functools.partial(mosaic_hopper.grouped_scaled_matmul, out_dtype=jnp.float32, config=config)
-    assert product.error(jax.jit(run)(*_placed(product))) < TOLERANCE["float32"]
+    assert product.error(jax.jit(run)(*_placed(product), jnp.int32(0))) < TOLERANCE["float32"]
 
 
 def test_repeats_and_does_not_depend_on_the_neighbours():

@@ -30,6 +30,15 @@ def test_reference_equals_float64(sizes, columns, contracted, rows):
         assert product.error(got) < 1e-6
 
 
+def test_groups_inside_a_stack():
+    """The weights of one layer of a stack, named by where they begin."""
+    product = make([5, 9], 16, 128)
+    x, x_scale, weights, scales, sizes = product.arrays()
+    stack, stack_scales = (np.concatenate([a[::-1], a[:1], a]) for a in (weights, scales))
+    got = grouped(x, x_scale, stack, stack_scales, sizes, first_group=jnp.int32(3))
+    np.testing.assert_array_equal(got, grouped(*product.arrays()))
+
+
 def test_dense_is_one_group():
     product = make([33], 264, 256)
     x, x_scale, weights, scales, _ = product.arrays()
@@ -91,6 +100,11 @@ def test_bad_arguments_are_named():
         ({"weight_scales": scales[:, :1]}, r"weight_scales must have shape \[2, 2, 2\], got \[2, 1, 2\]"),
         ({"weight_scales": scales.astype(np.float64)}, "weight_scales must have dtype float32, got float64"),
         ({"group_sizes": sizes[:1]}, r"group_sizes must have shape \[2\], got \[1\]"),
+        (
+            {"group_sizes": sizes[:0], "first_group": jnp.int32(0)},
+            r"group_sizes must name 1 to 2 groups, got shape \[0\]",
+        ),
+        ({"first_group": 0}, "first_group must be an array, got int"),
         ({"out_dtype": jnp.float16}, "out_dtype must be one of bfloat16, float32, got float16"),
         ({"implementation": "cutlass"}, r"implementation='cutlass' is not one of \["),
     ]

@@ -37,7 +37,8 @@ class TestCompiled:
         "config", [mosaic_hopper.Config(warpgroups=w, halves=h) for w, h in ((1, 1), (2, 1), (3, 1), (1, 2))]
     )
     def test_other_tiles_fit_too(self, config):
-        arguments = next(spec for spec in ARG_SPECS if spec.groups).shapes().values()
+        spec = next(spec for spec in ARG_SPECS if spec.groups)
+        arguments = [*spec.shapes().values(), jax.ShapeDtypeStruct((), jnp.int32)]
         run = functools.partial(mosaic_hopper.grouped_scaled_matmul, out_dtype=jnp.float32, config=config)
         assert_fits(compile_for("sm_90a", run, *arguments))
 
@@ -80,6 +81,7 @@ class TestInterpreted:
         product = make(sizes, columns, contracted, rows=rows)
         got = mosaic_hopper.grouped_scaled_matmul(
             *map(jnp.asarray, product.arrays()),
+            jnp.int32(0),
             out_dtype=dtype,
             config=config,
             interpret=plgpu.InterpretGPUParams(detect_races=True),
